@@ -1,0 +1,68 @@
+// A Hugging Face model folder: its description and its weights, read on demand.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "common/model/description.h"
+#include "common/tensor.h"
+
+namespace expertmesh {
+
+struct Family;  // common/model/registry.h
+
+// Gate of one layer.
+struct RouterWeights {
+  Tensor weight;            // [E, D], as stored: F32, BF16 or F16
+  Tensor logits_bias;       // F32 [E], or empty [0]
+  Tensor selection_bias;    // F32 [E], or empty [0]
+  Tensor per_expert_scale;  // F32 [E], or empty [0]
+};
+
+// One expert's matrices, each as stored (F32, BF16 or F16), in the canonical arrangement whatever
+// the file's.
+struct ExpertWeights {
+  Tensor gate_up;  // [2F, D]: gate rows, then up rows
+  Tensor down;     // [D, F]
+};
+
+// Opened by Open(), immutable afterwards; all methods may be called concurrently and block on file
+// reads.
+class Checkpoint {
+ public:
+  // Reads and checks config.json, the index and all safetensors headers, and that every tensor that
+  // the layers need is there with the right shape and a supported dtype. Reads no weights but the
+  // fingerprint's samples. Errors: NOT_FOUND (folder or file), INVALID_ARGUMENT (malformed; the
+  // message names file, tensor, expected and given), UNIMPLEMENTED (a model type or feature that is
+  // not supported, by name).
+  static absl::StatusOr<std::shared_ptr<const Checkpoint>> Open(const std::string& directory);
+  // The same with other families than the built-in ones.
+  static absl::StatusOr<std::shared_ptr<const Checkpoint>> Open(const std::string& directory,
+                                                                absl::Span<const Family> families);
+
+  virtual ~Checkpoint() = default;
+
+  virtual const ModelDescription& model() const = 0;
+  // SHA-256 (hex) of the configuration, of every tensor's name, dtype, shape and a sample of its
+  // bytes, and of the number format of every layer.
+  virtual const std::string& fingerprint() const = 0;
+  // Bytes of one expert of that layer as stored; layer is one of model().layers.
+  virtual int64_t ExpertBytes(int32_t layer) const = 0;
+  // Names of tensors that no served layer uses (attention, norms, embeddings, ...), sorted.
+  virtual const std::vector<std::string>& skipped_tensors() const = 0;
+  // Which arrangement the files have: "per-expert" or "fused".
+  virtual const std::string& layout() const = 0;
+
+  // Copies the weights out of the files; touches no other tensor's bytes, and leaves no page of the
+  // file mapped. NOT_FOUND if layer or expert do not exist; INVALID_ARGUMENT if a weight is NaN or
+  // infinite.
+  virtual absl::StatusOr<RouterWeights> ReadRouter(int32_t layer) const = 0;
+  virtual absl::StatusOr<ExpertWeights> ReadExpert(int32_t layer, int32_t expert) const = 0;
+};
+
+}  // namespace expertmesh

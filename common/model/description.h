@@ -1,0 +1,132 @@
+// What a model's MoE layers are, as data: one router descriptor and one expert descriptor cover
+// every family. Nothing outside common/model/registry.cc knows a family's name.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "common/dtype.h"
+
+namespace expertmesh {
+
+// How logits become scores.
+enum class ScoreFunction {
+  kSoftmax,       // over all experts (or over the selected ones, see ScoreOrder)
+  kSigmoid,       // 1 / (1 + e^-z)
+  kSqrtSoftplus,  // sqrt(log(1 + e^z))
+  kSparsemixer,   // two masked softmaxes, one per slot
+};
+
+// Whether selection looks at the scores or at the logits.
+enum class ScoreOrder {
+  kScoreThenTopK,
+  kTopKThenScore,  // softmax then runs over the selected logits only
+};
+
+// Score of a group of experts, where selection is limited to some groups.
+enum class GroupScore {
+  kNone,     // no groups
+  kMax,      // the best expert's
+  kTop2Sum,  // the sum of the best two
+};
+
+// What the selection scores of experts in groups that were not chosen become.
+enum class MaskFill {
+  kNegativeInfinity,
+  kZero,  // they can still win against negative scores; some families want that
+};
+
+// How the selected scores are normalised; S is their sum.
+enum class WeightNorm {
+  kNone,
+  kSum,         // w / (S + epsilon)
+  kSumClamped,  // w / max(S, epsilon)
+  kPNorm,       // w / (sum |w|^p)^(1/p), p = norm_p
+};
+
+// The gate of one layer: logits = x W^T (+ logits bias) -> softcap -> score -> selection score (+
+// bias) -> group mask -> top-k -> weights of the unbiased scores -> norm -> scale. Slots are
+// ordered by descending selection score, ties by the lower expert id.
+struct RouterDescriptor {
+  int32_t num_experts = 0;  // E, identity experts not counted
+  int32_t top_k = 0;        // K
+  ScoreFunction score = ScoreFunction::kSoftmax;
+  ScoreOrder order = ScoreOrder::kScoreThenTopK;
+  bool has_logits_bias = false;     // fp32 [E], added to the logits
+  bool has_selection_bias = false;  // fp32 [E], added to the scores for selection only
+  GroupScore group_score = GroupScore::kNone;
+  int32_t num_groups = 1;   // divides E
+  int32_t topk_groups = 1;  // groups that stay
+  MaskFill mask_fill = MaskFill::kNegativeInfinity;
+  WeightNorm norm = WeightNorm::kNone;
+  float norm_epsilon = 0.0f;
+  float norm_p = 1.0f;
+  float scale = 1.0f;                 // multiplies every weight
+  float routed_scale = 1.0f;          // multiplies the routed sum, before shared experts are added
+  float softcap = 0.0f;               // c > 0: z becomes tanh(z / c) c
+  float jitter = 0.0f;                // sparsemixer's threshold
+  bool has_per_expert_scale = false;  // fp32 [E], multiplies the weight of each selected expert
+  bool weigh_input = false;      // the weight multiplies the expert's input instead of its output
+  int32_t identity_experts = 0;  // ids E, E+1, ... that return their input
+};
+
+// What an expert computes between its two projections; g and u are rows of the gate and up
+// projections.
+enum class Activation {
+  kSiluGlu,         // silu(g) u
+  kGptOssGlu,       // min(g, L) sigmoid(alpha min(g, L)) (clamp(u, -L, L) + 1)
+  kClampedSiluGlu,  // silu(min(g, L)) clamp(u, -L, L)
+  kSiluClampedGlu,  // min(silu(g), L) clamp(u, -L, L)
+  kGeluTanhGlu,     // gelu_tanh(g) u
+  kGeluErfGlu,      // gelu_erf(g) u
+  kRelu2,           // max(g, 0)^2, no up projection
+};
+
+// One expert: y = down(activation(gate(x), up(x))), with biases where the family has them.
+struct ExpertDescriptor {
+  int64_t hidden_size = 0;        // D
+  int64_t intermediate_size = 0;  // F
+  Activation activation = Activation::kSiluGlu;
+  float activation_alpha = 1.0f;
+  float activation_limit = 0.0f;      // L
+  bool gated = true;                  // false: no up projection
+  bool has_bias = false;              // biases of all projections
+  DType weight_dtype = DType::kBF16;  // as stored: F32, BF16 or F16
+};
+
+enum class LayerKind { kMoe, kDense };
+
+// Shared experts are ordinary experts with ids E, E+1, ... that every token selects.
+struct SharedExperts {
+  int32_t count = 0;
+  int64_t intermediate_size = 0;
+  bool gated_by_sigmoid = false;  // weighed by sigmoid(x g^T) instead of 1
+  bool averaged = false;          // the block's output is the mean of the routed and the shared sum
+};
+
+// One layer that is served.
+struct LayerDescription {
+  int32_t layer = 0;  // Hugging Face decoder index
+  LayerKind kind = LayerKind::kMoe;
+  RouterDescriptor router;
+  ExpertDescriptor experts;
+  SharedExperts shared;
+};
+
+// All that is served of a checkpoint.
+struct ModelDescription {
+  std::string model_type;  // of config.json
+  int32_t num_hidden_layers = 0;
+  std::vector<LayerDescription> layers;  // ascending
+
+  // The layer with that decoder index, or null.
+  const LayerDescription* Find(int32_t layer) const {
+    for (const LayerDescription& candidate : layers) {
+      if (candidate.layer == layer) return &candidate;
+    }
+    return nullptr;
+  }
+};
+
+}  // namespace expertmesh

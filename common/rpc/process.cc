@@ -1,0 +1,70 @@
+#include "common/rpc/process.h"
+
+#include <google/protobuf/stubs/common.h>
+#include <grpcpp/grpcpp.h>
+#include <malloc.h>
+#include <pthread.h>
+#include <signal.h>
+#include <spdlog/sinks/stdout_color_sinks.h>
+#include <spdlog/spdlog.h>
+
+#include <memory>
+
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+
+namespace expertmesh {
+
+const char kVersion[] = EXPERTMESH_VERSION;
+const char kNumerics[] = "x86-fma-1";
+
+std::string VersionText() {
+  return absl::StrCat(kVersion, " (gRPC ", grpc::Version(), ", protobuf ",
+                      google::protobuf::internal::VersionString(GOOGLE_PROTOBUF_VERSION), ")");
+}
+
+absl::Status InitProcess(const std::string& name) {
+  if (!__builtin_cpu_supports("fma")) {
+    return absl::FailedPreconditionError(
+        "this processor has no FMA instruction; results would differ from every other machine's");
+  }
+  // gRPC reads into slices of 64 KiB; with the default thresholds they go back to the kernel after
+  // every call and are faulted in again at the next.
+  mallopt(M_TRIM_THRESHOLD, 512 << 20);
+  mallopt(M_MMAP_THRESHOLD, 64 << 20);
+  mallopt(M_TOP_PAD, 16 << 20);
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+  // Distributions build Abseil with the detection on, which costs several percent of a small call.
+  absl::SetMutexDeadlockDetectionMode(absl::OnDeadlockCycle::kIgnore);
+#endif
+  signal(SIGPIPE, SIG_IGN);
+  spdlog::set_default_logger(std::make_shared<spdlog::logger>(
+      name, std::make_shared<spdlog::sinks::stderr_color_sink_mt>()));
+  spdlog::set_pattern("%Y-%m-%dT%H:%M:%S.%eZ %n %l %v", spdlog::pattern_time_type::utc);
+  return absl::OkStatus();
+}
+
+namespace {
+sigset_t StopSignals() {
+  sigset_t set;
+  sigemptyset(&set);
+  sigaddset(&set, SIGTERM);
+  sigaddset(&set, SIGINT);
+  return set;
+}
+}  // namespace
+
+void BlockStopSignals() {
+  const sigset_t set = StopSignals();
+  pthread_sigmask(SIG_BLOCK, &set, nullptr);
+}
+
+int WaitForStopSignal() {
+  const sigset_t set = StopSignals();
+  int signal_number = 0;
+  while (sigwait(&set, &signal_number) != 0) {
+  }
+  return signal_number;
+}
+
+}  // namespace expertmesh

@@ -1,0 +1,13 @@
+// The one place where absl::Status and grpc::Status meet. Their codes are the same numbers.
+#pragma once
+
+#include <grpcpp/support/status.h>
+
+#include "absl/status/status.h"
+
+namespace expertmesh {
+
+grpc::Status ToGrpcStatus(const absl::Status& status);
+absl::Status FromGrpcStatus(const grpc::Status& status);
+
+}  // namespace expertmesh

@@ -1,0 +1,218 @@
+#include "common/rpc/tensor_codec.h"
+
+#include <google/protobuf/io/coded_stream.h>
+#include <google/protobuf/io/zero_copy_stream_impl_lite.h>
+#include <google/protobuf/wire_format_lite.h>
+#include <grpcpp/support/proto_buffer_reader.h>
+#include <grpcpp/support/slice.h>
+
+#include <cassert>
+#include <cstring>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "common/status.h"
+
+namespace expertmesh {
+namespace {
+
+using google::protobuf::internal::WireFormatLite;
+using google::protobuf::io::CodedInputStream;
+using google::protobuf::io::CodedOutputStream;
+using google::protobuf::io::StringOutputStream;
+
+constexpr uint32_t LengthDelimitedTag(int field) {
+  return (static_cast<uint32_t>(field) << 3) | WireFormatLite::WIRETYPE_LENGTH_DELIMITED;
+}
+
+// A slice that shares the tensor's memory.
+grpc::Slice ShareMemory(const Tensor& tensor) {
+  using Owner = std::shared_ptr<std::byte>;
+  auto owner = std::make_unique<Owner>(tensor.buffer());
+  void* memory = owner->get();
+  return grpc::Slice(
+      memory, tensor.num_bytes(), [](void* p) { delete static_cast<Owner*>(p); }, owner.release());
+}
+
+// What was found of a tensor on the wire.
+struct WireTensor {
+  int dtype = 0;
+  std::vector<int64_t> shape;
+  Tensor bytes = Tensor(DType::kU8, {0});
+};
+
+bool ReadTensor(CodedInputStream& input, WireTensor* tensor) {
+  uint32_t length;
+  if (!input.ReadVarint32(&length)) return false;
+  const CodedInputStream::Limit limit = input.PushLimit(static_cast<int>(length));
+  while (const uint32_t tag = input.ReadTag()) {
+    if (tag == ((v1::Tensor::kDtypeFieldNumber << 3) | WireFormatLite::WIRETYPE_VARINT)) {
+      uint64_t value;
+      if (!input.ReadVarint64(&value)) return false;
+      tensor->dtype = static_cast<int>(value);
+    } else if (tag == ((v1::Tensor::kShapeFieldNumber << 3) | WireFormatLite::WIRETYPE_VARINT)) {
+      uint64_t value;
+      if (!input.ReadVarint64(&value)) return false;
+      tensor->shape.push_back(static_cast<int64_t>(value));
+    } else if (tag == LengthDelimitedTag(v1::Tensor::kShapeFieldNumber)) {  // packed
+      uint32_t packed;
+      if (!input.ReadVarint32(&packed)) return false;
+      const CodedInputStream::Limit inner = input.PushLimit(static_cast<int>(packed));
+      while (input.BytesUntilLimit() > 0) {
+        uint64_t value;
+        if (!input.ReadVarint64(&value)) return false;
+        tensor->shape.push_back(static_cast<int64_t>(value));
+      }
+      input.PopLimit(inner);
+    } else if (tag == LengthDelimitedTag(v1::Tensor::kDataFieldNumber)) {
+      uint32_t size;
+      // Checked against what is there before anything is allocated for it.
+      if (!input.ReadVarint32(&size) || static_cast<int64_t>(size) > input.BytesUntilLimit()) {
+        return false;
+      }
+      tensor->bytes = Tensor(DType::kU8, {static_cast<int64_t>(size)});
+      if (!input.ReadRaw(tensor->bytes.data(), static_cast<int>(size))) return false;
+    } else if (!WireFormatLite::SkipField(&input, tag)) {
+      return false;
+    }
+  }
+  if (!input.ConsumedEntireMessage()) return false;
+  input.PopLimit(limit);
+  return true;
+}
+
+absl::StatusOr<Tensor> Assemble(WireTensor wire, const std::string& field) {
+  ASSIGN_OR_RETURN(const DType dtype, FromProto(static_cast<v1::DataType>(wire.dtype), field));
+  const int64_t elements = NumElements(wire.shape);
+  int64_t bytes;
+  if (elements < 0 || __builtin_mul_overflow(elements, BytesOf(dtype), &bytes)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        field, ".shape: expected extents of at least 0 whose product fits in 63 bits, got ",
+        ShapeToString(wire.shape)));
+  }
+  if (bytes != wire.bytes.num_elements()) {
+    return absl::InvalidArgumentError(absl::StrCat(field, ".data: expected ", bytes, " bytes for ",
+                                                   NameOf(dtype), " ", ShapeToString(wire.shape),
+                                                   ", got ", wire.bytes.num_elements()));
+  }
+  return std::move(wire.bytes).Reinterpret(dtype, std::move(wire.shape));
+}
+
+}  // namespace
+
+v1::DataType ToProto(DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+      return v1::DATA_TYPE_F32;
+    case DType::kBF16:
+      return v1::DATA_TYPE_BF16;
+    case DType::kF16:
+      return v1::DATA_TYPE_F16;
+    case DType::kI32:
+      return v1::DATA_TYPE_I32;
+    case DType::kI64:
+      return v1::DATA_TYPE_I64;
+    default:
+      return v1::DATA_TYPE_UNSPECIFIED;
+  }
+}
+
+absl::StatusOr<DType> FromProto(v1::DataType dtype, const std::string& field) {
+  switch (dtype) {
+    case v1::DATA_TYPE_F32:
+      return DType::kF32;
+    case v1::DATA_TYPE_BF16:
+      return DType::kBF16;
+    case v1::DATA_TYPE_F16:
+      return DType::kF16;
+    case v1::DATA_TYPE_I32:
+      return DType::kI32;
+    case v1::DATA_TYPE_I64:
+      return DType::kI64;
+    default:
+      return absl::InvalidArgumentError(
+          absl::StrCat(field, ".dtype: expected one of F32, BF16, F16, I32, I64, got ",
+                       static_cast<int>(dtype)));
+  }
+}
+
+grpc::ByteBuffer EncodeWithTensor(const google::protobuf::Message& message, const Tensor& tensor) {
+  v1::Tensor header;
+  header.set_dtype(ToProto(tensor.dtype()));
+  header.mutable_shape()->Add(tensor.shape().begin(), tensor.shape().end());
+  std::string tensor_header = header.SerializeAsString();
+  const size_t bytes = tensor.num_bytes();
+  if (bytes > 0) {  // protobuf leaves empty bytes out
+    StringOutputStream stream(&tensor_header);
+    CodedOutputStream coded(&stream);
+    coded.WriteTag(LengthDelimitedTag(v1::Tensor::kDataFieldNumber));
+    coded.WriteVarint64(bytes);
+  }
+  std::string head = message.SerializeAsString();
+  {
+    StringOutputStream stream(&head);
+    CodedOutputStream coded(&stream);
+    coded.WriteTag(LengthDelimitedTag(kTensorField));
+    coded.WriteVarint64(tensor_header.size() + bytes);
+    coded.WriteString(tensor_header);
+  }
+  std::vector<grpc::Slice> slices = {grpc::Slice(head)};
+  if (bytes > 0) slices.push_back(ShareMemory(tensor));
+  return grpc::ByteBuffer(slices.data(), slices.size());
+}
+
+grpc::ByteBuffer Encode(const google::protobuf::Message& message) {
+  const grpc::Slice slice(message.SerializeAsString());
+  return grpc::ByteBuffer(&slice, 1);
+}
+
+absl::Status DecodeWithTensor(const grpc::ByteBuffer& buffer, const std::string& field,
+                              google::protobuf::Message* message, Tensor* tensor) {
+  const absl::Status malformed = absl::InvalidArgumentError(
+      absl::StrCat("the bytes received are no ", message->GetTypeName()));
+  grpc::ByteBuffer bytes = buffer;  // shares the slices; the reader wants it mutable
+  grpc::ProtoBufferReader reader(&bytes);
+  if (!reader.status().ok() || bytes.Length() > INT32_MAX) return malformed;
+  CodedInputStream input(&reader);
+  input.PushLimit(static_cast<int>(bytes.Length()));
+  std::string rest;
+  WireTensor wire;
+  bool found = false;
+  {
+    StringOutputStream stream(&rest);
+    CodedOutputStream others(&stream);
+    while (const uint32_t tag = input.ReadTag()) {
+      if (tag == LengthDelimitedTag(kTensorField)) {
+        if (!ReadTensor(input, &wire)) return malformed;
+        found = true;
+      } else if (!WireFormatLite::SkipField(&input, tag, &others)) {
+        return malformed;
+      }
+    }
+  }
+  if (!input.ConsumedEntireMessage() || !message->ParseFromString(rest)) return malformed;
+  if (!found) {
+    *tensor = Tensor();
+    return absl::OkStatus();
+  }
+  ASSIGN_OR_RETURN(*tensor, Assemble(std::move(wire), field));
+  return absl::OkStatus();
+}
+
+void ToProto(const Tensor& tensor, v1::Tensor* message) {
+  message->set_dtype(ToProto(tensor.dtype()));
+  message->mutable_shape()->Assign(tensor.shape().begin(), tensor.shape().end());
+  message->set_data(tensor.data(), tensor.num_bytes());
+}
+
+absl::StatusOr<Tensor> FromProto(const v1::Tensor& message, const std::string& field) {
+  WireTensor wire;
+  wire.dtype = message.dtype();
+  wire.shape.assign(message.shape().begin(), message.shape().end());
+  wire.bytes = Tensor(DType::kU8, {static_cast<int64_t>(message.data().size())});
+  std::memcpy(wire.bytes.data(), message.data().data(), message.data().size());
+  return Assemble(std::move(wire), field);
+}
+
+}  // namespace expertmesh

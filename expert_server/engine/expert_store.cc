@@ -1,0 +1,111 @@
+#include "expert_server/engine/expert_store.h"
+
+#include <utility>
+
+#include "common/status.h"
+#include "expert_server/engine/memory.h"
+#include "router/placement/placement.h"
+
+namespace expertmesh {
+namespace {
+
+// "1610612736 bytes (1536 MiB)".
+std::string HumanBytes(int64_t bytes) {
+  return absl::StrCat(bytes, " bytes (", bytes >> 20, " MiB)");
+}
+
+}  // namespace
+
+absl::StatusOr<ExpertStore::Held> ExpertStore::ShardOf(const ModelDescription& model, int32_t shard,
+                                                       int32_t num_shards) {
+  Held held;
+  for (const LayerDescription& layer : model.layers) {
+    ASSIGN_OR_RETURN(const ExpertRange range,
+                     ContiguousShard(layer.router.num_experts, shard, num_shards));
+    std::vector<int32_t>& experts = held[layer.layer];
+    for (int32_t e = range.begin; e < range.end; ++e) experts.push_back(e);
+  }
+  return held;
+}
+
+int64_t ExpertStore::BytesOf(const Checkpoint& checkpoint, const Held& held) {
+  int64_t bytes = 0;
+  for (const auto& [layer, experts] : held) {
+    bytes += checkpoint.ExpertBytes(layer) * static_cast<int64_t>(experts.size());
+  }
+  return bytes;
+}
+
+absl::StatusOr<std::unique_ptr<ExpertStore>> ExpertStore::Load(
+    const Checkpoint& checkpoint, const Held& held,
+    const std::function<void(const LoadProgress&)>& progress) {
+  LoadProgress load = {0, BytesOf(checkpoint, held)};
+  const int64_t available = AvailableMemoryBytes();
+  if (load.bytes_total > available) {
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "the experts of this server need ", HumanBytes(load.bytes_total), ", but only ",
+        HumanBytes(available), " of memory are available; use more servers or machines"));
+  }
+  std::unique_ptr<ExpertStore> store(new ExpertStore());
+  store->held_ = held;
+  for (const auto& [layer_index, expert_ids] : held) {
+    const LayerDescription* description = checkpoint.model().Find(layer_index);
+    if (description == nullptr) {
+      return absl::NotFoundError(absl::StrCat("layer: the model has no MoE layer ", layer_index));
+    }
+    Layer layer;
+    layer.hidden_size = description->experts.hidden_size;
+    layer.local_of_expert.assign(description->router.num_experts, -1);
+    std::vector<ExpertWeights> weights;
+    for (const int32_t expert : expert_ids) {
+      ASSIGN_OR_RETURN(ExpertWeights one, checkpoint.ReadExpert(layer_index, expert));
+      layer.local_of_expert[expert] = static_cast<int32_t>(weights.size());
+      weights.push_back(std::move(one));
+      load.bytes_done += checkpoint.ExpertBytes(layer_index);
+      progress(load);
+    }
+    ASSIGN_OR_RETURN(layer.experts, MakeForLoopExperts(description->experts, std::move(weights)));
+    RETURN_IF_ERROR(layer.experts->Prepare());
+    store->layers_.emplace(layer_index, std::move(layer));
+  }
+  return store;
+}
+
+absl::StatusOr<Tensor> ExpertStore::Forward(int32_t layer_index,
+                                            absl::Span<const int32_t> expert_ids,
+                                            absl::Span<const int64_t> m_sizes,
+                                            absl::Span<const int32_t> gather,
+                                            const Tensor& rows) const {
+  const auto found = layers_.find(layer_index);
+  if (found == layers_.end()) {
+    return absl::NotFoundError(absl::StrCat("layer: this server has no layer ", layer_index));
+  }
+  const Layer& layer = found->second;
+  std::vector<int32_t> local;
+  local.reserve(expert_ids.size());
+  for (const int32_t expert : expert_ids) {
+    const bool known = expert >= 0 && expert < static_cast<int32_t>(layer.local_of_expert.size());
+    if (!known || layer.local_of_expert[expert] < 0) {
+      return absl::NotFoundError(absl::StrCat("expert_ids: this server does not hold expert ",
+                                              expert, " of layer ", layer_index));
+    }
+    local.push_back(layer.local_of_expert[expert]);
+  }
+  const ExpertBatch batch = {rows, local, m_sizes, gather};
+  RETURN_IF_ERROR(
+      ValidateBatch(batch, layer.hidden_size, static_cast<int64_t>(layer.local_of_expert.size())));
+  int64_t pairs = 0;
+  for (const int32_t row : gather) pairs += row >= 0;
+  Tensor output(ReplyDType(rows.dtype()), {pairs, layer.hidden_size});
+  RETURN_IF_ERROR(layer.experts->Forward(batch, output.data()));
+  rows_computed_ += static_cast<uint64_t>(pairs);
+  return output;
+}
+
+int64_t ExpertStore::weight_bytes() const {
+  int64_t bytes = 0;
+  for (const auto& [index, layer] : layers_) bytes += layer.experts->weight_bytes();
+  return bytes;
+}
+
+}  // namespace expertmesh

@@ -1,0 +1,71 @@
+// All experts that one server holds, over all layers.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "common/model/checkpoint.h"
+#include "common/tensor.h"
+#include "expert_server/engine/experts.h"
+
+namespace expertmesh {
+
+// How much of a load is done.
+struct LoadProgress {
+  int64_t bytes_done = 0;
+  int64_t bytes_total = 0;
+};
+
+// Immutable after Load but for a counter; Forward may be called concurrently.
+class ExpertStore {
+ public:
+  using Held = std::map<int32_t, std::vector<int32_t>>;  // layer -> global expert ids, ascending
+
+  // The experts of shard `shard` of `num_shards` of every layer under the contiguous split.
+  static absl::StatusOr<Held> ShardOf(const ModelDescription& model, int32_t shard,
+                                      int32_t num_shards);
+
+  // Bytes that holding `held` takes.
+  static int64_t BytesOf(const Checkpoint& checkpoint, const Held& held);
+
+  // Reads those experts and nothing else, and prepares every layer. `progress` is called on this
+  // thread after each expert. RESOURCE_EXHAUSTED with both numbers when they need more memory than
+  // the machine (or its control group) has left; nothing has been read then.
+  static absl::StatusOr<std::unique_ptr<ExpertStore>> Load(
+      const Checkpoint& checkpoint, const Held& held,
+      const std::function<void(const LoadProgress&)>& progress);
+
+  // Computes the rows [P without padding, D] of one slice; expert_ids are global. NOT_FOUND for an
+  // expert that is not here; INVALID_ARGUMENT naming the field when the slice does not fit
+  // together.
+  absl::StatusOr<Tensor> Forward(int32_t layer, absl::Span<const int32_t> expert_ids,
+                                 absl::Span<const int64_t> m_sizes,
+                                 absl::Span<const int32_t> gather, const Tensor& rows) const;
+
+  const Held& held() const { return held_; }
+  // Pairs of token and expert computed so far.
+  uint64_t rows_computed() const { return rows_computed_; }
+  int64_t weight_bytes() const;
+
+ private:
+  struct Layer {
+    int64_t hidden_size = 0;
+    std::vector<int32_t> local_of_expert;  // [E]: local index or -1
+    std::unique_ptr<Experts> experts;
+  };
+
+  ExpertStore() = default;
+
+  Held held_;
+  std::map<int32_t, Layer> layers_;
+  mutable std::atomic<uint64_t> rows_computed_ = 0;
+};
+
+}  // namespace expertmesh

@@ -1,0 +1,60 @@
+// The experts of one layer that one server holds, over a buffer grouped by expert. Every
+// implementation gives the bits of ForLoopExperts.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "common/model/checkpoint.h"
+#include "common/model/description.h"
+#include "common/tensor.h"
+
+namespace expertmesh {
+
+// Input of one forward pass. P positions = sum of m_sizes, R rows.
+struct ExpertBatch {
+  TensorView rows;                    // [R, D] F32, BF16 or F16
+  absl::Span<const int32_t> experts;  // local index of each group's expert
+  absl::Span<const int64_t> m_sizes;  // positions of each group, padding included
+  absl::Span<const int32_t> gather;   // [P]: row of each position; -1 is padding and skipped
+};
+
+// Dtype of the rows that come back for a request's dtype: fp32 requests and f16 (computed as fp32)
+// give F32.
+inline DType ReplyDType(DType request) {
+  return request == DType::kBF16 ? DType::kBF16 : DType::kF32;
+}
+
+// Prepare() once, then Forward() from any number of threads at once.
+class Experts {
+ public:
+  virtual ~Experts() = default;
+
+  // Arranges the weights for the computation; idempotent. Not concurrently with Forward.
+  virtual absl::Status Prepare() = 0;
+
+  // y = down(activation(gate(x), up(x))) for every position that is not padding, in their order:
+  // writes [P without padding, D] unweighted rows of ReplyDType to `output`. INVALID_ARGUMENT
+  // naming the field when the batch does not fit together; FAILED_PRECONDITION before Prepare.
+  virtual absl::Status Forward(const ExpertBatch& batch, void* output) const = 0;
+
+  // Bytes of memory that the weights take.
+  virtual int64_t weight_bytes() const = 0;
+};
+
+// Checks that a batch fits together and to the layer: rank, width and dtype of rows, sizes, ranges
+// of experts and gather. INVALID_ARGUMENT naming the field, the expected and the given value.
+absl::Status ValidateBatch(const ExpertBatch& batch, int64_t hidden_size,
+                           int64_t num_local_experts);
+
+// The plain reference, kept for ever: scalar loops in the order of the bit contract. experts[i] are
+// the weights of local expert i. UNIMPLEMENTED for an activation or a bias that it does not
+// compute.
+absl::StatusOr<std::unique_ptr<Experts>> MakeForLoopExperts(const ExpertDescriptor& descriptor,
+                                                            std::vector<ExpertWeights> experts);
+
+}  // namespace expertmesh

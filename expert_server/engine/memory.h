@@ -1,0 +1,12 @@
+// How much memory this process may still take.
+#pragma once
+
+#include <cstdint>
+
+namespace expertmesh {
+
+// The least of: what the machine has available, what the control group has left, and what RLIMIT_AS
+// leaves; in bytes. Limits that cannot be read do not count.
+int64_t AvailableMemoryBytes();
+
+}  // namespace expertmesh

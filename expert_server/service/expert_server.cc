@@ -1,0 +1,62 @@
+#include "expert_server/service/expert_server.h"
+
+#include <unistd.h>
+
+#include <utility>
+
+#include "common/rpc/process.h"
+#include "common/status.h"
+
+namespace expertmesh {
+namespace {
+
+constexpr char kService[] = "expertmesh.v1.ExpertService";
+
+}  // namespace
+
+ExpertServer::ExpertServer(const ExpertServerOptions& options)
+    : executor_("experts", options.threads, options.max_queued), service_(&executor_) {}
+
+absl::StatusOr<std::unique_ptr<ExpertServer>> ExpertServer::Start(
+    const Checkpoint& checkpoint, const ExpertServerOptions& options,
+    const std::function<void(const LoadProgress&)>& progress,
+    std::function<void(const absl::Status&)> on_refused) {
+  ASSIGN_OR_RETURN(const ExpertStore::Held held,
+                   ExpertStore::ShardOf(checkpoint.model(), options.shard, options.num_shards));
+  std::unique_ptr<ExpertServer> server(new ExpertServer(options));
+  // The port first: a busy one should be known before minutes of loading.
+  ASSIGN_OR_RETURN(server->listening_, StartServer(options.listen, {&server->service_}));
+  ASSIGN_OR_RETURN(server->store_, ExpertStore::Load(checkpoint, held, progress));
+  server->service_.SetStore(server->store_.get());
+  SetServing(*server->listening_.server, {kService}, true);
+
+  v1::Registration registration;
+  registration.set_name(options.name.empty() ? absl::StrCat("server-", options.shard)
+                                             : options.name);
+  registration.set_address(options.advertise.empty() ? server->address() : options.advertise);
+  registration.set_pid(getpid());
+  registration.set_model_fingerprint(checkpoint.fingerprint());
+  registration.set_numerics(kNumerics);
+  registration.set_version(kVersion);
+  for (const auto& [layer, experts] : held) {
+    v1::LayerExperts* message = registration.add_layers();
+    message->set_layer(layer);
+    message->mutable_expert_ids()->Add(experts.begin(), experts.end());
+  }
+  server->registrar_ = std::make_unique<Registrar>(
+      options.router, std::move(registration),
+      [store = server->store_.get()] { return store->rows_computed(); }, std::move(on_refused));
+  return server;
+}
+
+void ExpertServer::Shutdown(absl::Duration grace) {
+  if (listening_.server == nullptr) return;
+  registrar_.reset();
+  SetServing(*listening_.server, {kService}, false);
+  listening_.server->Shutdown(absl::ToChronoTime(absl::Now() + grace));
+  listening_.server.reset();
+}
+
+ExpertServer::~ExpertServer() { Shutdown(absl::ZeroDuration()); }
+
+}  // namespace expertmesh

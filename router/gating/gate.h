@@ -1,0 +1,87 @@
+// The gate: which experts a token goes to, and with what weight.
+//
+// Everything is computed in fp32 with FTZ and DAZ, each operation rounded, so that the result of a
+// token has the same bits on every machine and does not depend on the other tokens of the batch.
+// The families' formulas are tests/golden/make_gating_golden.py.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "common/model/checkpoint.h"
+#include "common/model/description.h"
+#include "common/tensor.h"
+
+namespace expertmesh {
+
+// Below, N = num_experts + identity_experts of the descriptor: the ids that can be selected, one
+// logit each.
+
+// Routing of T tokens.
+struct Routing {
+  Tensor topk_ids;      // I32 [T, K], distinct ids of a token in slot order
+  Tensor topk_weights;  // F32 [T, K]
+  Tensor logits;        // F32 [T, N], logits bias added, before the soft cap
+};
+
+// Selects experts from logits. Pure; thread-safe; sets the floating-point environment itself.
+//
+// logits: fp32 [T, N] row-major, T from its length; biases and per_expert_scale: fp32 [N] where the
+// descriptor has them, else empty. Writes topk_ids and topk_weights [T, K]; slots are ordered by
+// descending selection score, ties by the lower id. The descriptor has passed ValidateRouter.
+// INVALID_ARGUMENT if a length does not fit, or naming the first row whose logits are not finite;
+// nothing is promised about the outputs then.
+//
+// The order of operations, per token: a softmax subtracts the maximum, sums in ascending id over
+// all ids (in slot order over the selected ones) and divides; a sigmoid is 1 / (1 + Exp(-z)); the
+// renormalisation sums in slot order, divides, and then come scale and per-expert scale. Where the
+// descriptor's norm_epsilon is 0 it is taken as 1e-20, which changes no sum that a softmax can give
+// and keeps the weights finite where every selected score underflows.
+absl::Status SelectExperts(const RouterDescriptor& router, absl::Span<const float> logits,
+                           absl::Span<const float> selection_bias,
+                           absl::Span<const float> per_expert_scale, absl::Span<int32_t> topk_ids,
+                           absl::Span<float> topk_weights);
+
+// Refuses descriptors that cannot be computed. INVALID_ARGUMENT: N < 1, K < 1 or K > N, N not
+// divisible by the groups, topk_groups outside [1, num_groups], K > topk_groups * N / num_groups,
+// groups of one expert with top-2 group scores, scales or epsilons that are not finite.
+// UNIMPLEMENTED naming the feature: what SelectExperts does not compute. The group fields are not
+// looked at where there is no group score.
+absl::Status ValidateRouter(const RouterDescriptor& router);
+
+// The gate of one layer. Immutable; Route may be called concurrently.
+class Gate {
+ public:
+  // Takes the weights, rearranged for the kernel. INVALID_ARGUMENT naming the tensor whose shape or
+  // dtype does not fit the descriptor; what ValidateRouter refuses.
+  static absl::StatusOr<Gate> Create(const RouterDescriptor& router, RouterWeights weights);
+
+  // hidden_states: F32, BF16 or F16 [T, D]. INVALID_ARGUMENT naming the first row with a hidden
+  // state or a logit that is not finite, or a shape or dtype that does not fit.
+  //
+  // A logit is one chain of fused multiply-adds from +0, over pairs of neighbouring k, the odd one
+  // first, for BF16 and F16 weights (K padded with zeros to a multiple of 2), over ascending k for
+  // F32 weights; then the logits bias is added.
+  absl::StatusOr<Routing> Route(const TensorView& hidden_states) const;
+
+  // D of the hidden states.
+  int64_t hidden_size() const { return hidden_size_; }
+
+ private:
+  Gate() = default;
+
+  RouterDescriptor router_;
+  int64_t hidden_size_ = 0;
+  bool pair_order_ = false;
+  // The weight as panels of 8 experts, [ceil(N / 8)][k][8], k in the order of the chain and padded,
+  // missing experts zero. BF16 stays BF16; the other dtypes are widened to F32.
+  Tensor panels_;
+  std::vector<float> logits_bias_;       // [N] or empty
+  std::vector<float> selection_bias_;    // [N] or empty
+  std::vector<float> per_expert_scale_;  // [N] or empty
+};
+
+}  // namespace expertmesh

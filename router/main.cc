@@ -1,0 +1,65 @@
+// expertmesh-router: gate, dispatch and combine for one node.
+#include <spdlog/spdlog.h>
+
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <string>
+
+#include "common/rpc/process.h"
+#include "router/service/router_server.h"
+
+namespace expertmesh {
+namespace {
+
+int Main(int argc, char** argv) {
+  RouterServerOptions options;
+  std::string model;
+  double startup_grace_seconds = 60;
+  double grace_seconds = 10;
+  CLI::App app(
+      "Routes tokens to the expert servers of one node and combines what they return.\n"
+      "Start order does not matter: servers may come before or after it.");
+  app.set_version_flag("--version", VersionText());
+  app.add_option("--model", model, "Hugging Face model folder")->required();
+  app.add_option("--listen", options.listen, "HOST:PORT to serve on; port 0: any free one")
+      ->capture_default_str();
+  app.add_option("--threads", options.threads, "requests under way at a time")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1024));
+  app.add_option("--queue", options.max_queued, "requests that may wait for a thread")
+      ->capture_default_str();
+  app.add_option("--startup-grace", startup_grace_seconds,
+                 "seconds from the start in which calls wait for servers that have not come yet")
+      ->capture_default_str()
+      ->check(CLI::NonNegativeNumber);
+  app.add_option("--grace", grace_seconds, "seconds to finish what is under way after SIGTERM")
+      ->capture_default_str()
+      ->check(CLI::NonNegativeNumber);
+  CLI11_PARSE(app, argc, argv);
+  options.router.startup_grace = absl::Seconds(startup_grace_seconds);
+
+  const auto fail = [](const absl::Status& status) {
+    spdlog::error("{}", std::string(status.message()));
+    return 1;
+  };
+  if (absl::Status status = InitProcess("router"); !status.ok()) return fail(status);
+  BlockStopSignals();
+  spdlog::info("expertmesh-router {}: model {}", VersionText(), model);
+  absl::StatusOr<std::shared_ptr<const Checkpoint>> checkpoint = Checkpoint::Open(model);
+  if (!checkpoint.ok()) return fail(checkpoint.status());
+  absl::StatusOr<std::unique_ptr<RouterServer>> server =
+      RouterServer::Start(*std::move(checkpoint), options);
+  if (!server.ok()) return fail(server.status());
+  spdlog::info("listening on {}", (*server)->address());
+  std::printf("listening %s\n", (*server)->address().c_str());
+  std::fflush(stdout);
+  WaitForStopSignal();
+  spdlog::info("stopping");
+  (*server)->Shutdown(absl::Seconds(grace_seconds));
+  return 0;
+}
+
+}  // namespace
+}  // namespace expertmesh
+
+int main(int argc, char** argv) { return expertmesh::Main(argc, argv); }

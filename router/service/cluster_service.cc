@@ -1,0 +1,144 @@
+#include "router/service/cluster_service.h"
+
+#include <spdlog/spdlog.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "common/rpc/status.h"
+#include "common/status.h"
+#include "router/service/grpc_expert_backend.h"
+
+namespace expertmesh {
+namespace {
+
+constexpr int kHeartbeatIntervalMs = 1000;
+
+ServerRegistration FromProto(const v1::Registration& message) {
+  ServerRegistration registration;
+  registration.name = message.name();
+  registration.address = message.address();
+  registration.pid = message.pid();
+  registration.model_fingerprint = message.model_fingerprint();
+  registration.numerics = message.numerics();
+  for (const v1::LayerExperts& layer : message.layers()) {
+    registration.experts[layer.layer()].assign(layer.expert_ids().begin(),
+                                               layer.expert_ids().end());
+  }
+  return registration;
+}
+
+// One server's stream. Shared by gRPC (until OnDone) and the events of the backend.
+class RegisterStream final
+    : public grpc::ServerBidiReactor<v1::RegisterRequest, v1::RegisterResponse>,
+      public std::enable_shared_from_this<RegisterStream> {
+ public:
+  explicit RegisterStream(Membership* membership) : membership_(membership) {}
+
+  void Start() {
+    self_ = shared_from_this();
+    StartRead(&request_);
+  }
+
+  void OnReadDone(bool ok) override {
+    if (!ok) return End(grpc::Status::OK);
+    if (ticket_ == 0) {
+      if (absl::Status status = Register(); !status.ok()) return End(ToGrpcStatus(status));
+    } else if (request_.has_heartbeat()) {
+      membership_->SetRows(ticket_, request_.heartbeat().rows());
+    } else {
+      return End(grpc::Status(grpc::StatusCode::INVALID_ARGUMENT,
+                              "message: expected a heartbeat after the registration"));
+    }
+    StartRead(&request_);
+  }
+
+  void OnDone() override {
+    if (ticket_ != 0) {
+      spdlog::warn("server {} is gone", name_);
+      membership_->SetDown(ticket_);
+    }
+    std::shared_ptr<GrpcExpertBackend> backend;
+    {
+      absl::MutexLock lock(&mutex_);
+      backend = std::move(backend_);
+    }
+    if (backend != nullptr) backend->Close();
+    self_.reset();
+  }
+
+ private:
+  absl::Status Register() {
+    if (!request_.has_registration()) {
+      return absl::InvalidArgumentError("message: expected a registration first");
+    }
+    const ServerRegistration registration = FromProto(request_.registration());
+    name_ = registration.name;
+    absl::StatusOr<uint64_t> ticket = membership_->Register(registration);
+    if (!ticket.ok()) {
+      spdlog::warn("refused server {} at {}: {}", name_, registration.address,
+                   std::string(ticket.status().message()));
+      return ticket.status();
+    }
+    ticket_ = *ticket;
+    response_.set_placement_epoch(membership_->epoch());
+    response_.set_heartbeat_interval_ms(kHeartbeatIntervalMs);
+    StartWrite(&response_);
+    spdlog::info("server {} registered from {}", name_, registration.address);
+    absl::StatusOr<std::shared_ptr<GrpcExpertBackend>> backend = GrpcExpertBackend::Connect(
+        registration.address, {.on_ready = [self = shared_from_this()] { self->Ready(); },
+                               .on_gone = [self = shared_from_this()] { self->Lost(); }});
+    if (!backend.ok()) return backend.status();
+    absl::MutexLock lock(&mutex_);
+    backend_ = *std::move(backend);
+    if (ready_) membership_->SetServing(ticket_, backend_);
+    return absl::OkStatus();
+  }
+
+  // The Dispatch stream stands.
+  void Ready() {
+    absl::MutexLock lock(&mutex_);
+    ready_ = true;
+    if (backend_ == nullptr) return;  // Register() has not returned yet and does it
+    membership_->SetServing(ticket_, backend_);
+    spdlog::info("server {} is serving", name_);
+  }
+
+  // The Dispatch stream broke or could not be made: the server has to register again.
+  void Lost() {
+    membership_->SetDown(ticket_);
+    End(grpc::Status(grpc::StatusCode::UNAVAILABLE,
+                     "the router lost its connection to the server"));
+  }
+
+  void End(const grpc::Status& status) {
+    absl::MutexLock lock(&mutex_);
+    if (!std::exchange(ended_, true)) Finish(status);
+  }
+
+  Membership* const membership_;
+  std::shared_ptr<RegisterStream> self_;  // until OnDone
+  v1::RegisterRequest request_;
+  v1::RegisterResponse response_;
+  std::string name_;
+  uint64_t ticket_ = 0;
+
+  absl::Mutex mutex_;
+  std::shared_ptr<GrpcExpertBackend> backend_ ABSL_GUARDED_BY(mutex_);
+  bool ready_ ABSL_GUARDED_BY(mutex_) = false;
+  bool ended_ ABSL_GUARDED_BY(mutex_) = false;
+};
+
+}  // namespace
+
+grpc::ServerBidiReactor<v1::RegisterRequest, v1::RegisterResponse>* ClusterServiceImpl::Register(
+    grpc::CallbackServerContext*) {
+  auto stream = std::make_shared<RegisterStream>(membership_);
+  stream->Start();
+  return stream.get();
+}
+
+}  // namespace expertmesh

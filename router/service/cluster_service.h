@@ -1,0 +1,24 @@
+// ClusterService: how expert servers join.
+#pragma once
+
+#include "expertmesh/v1/cluster.grpc.pb.h"
+#include "router/placement/membership.h"
+
+namespace expertmesh {
+
+// One Register stream per server: the server takes part from the moment the router's Dispatch
+// stream to it stands until either stream breaks. Thread-safe.
+class ClusterServiceImpl final
+    : public v1::ClusterService::WithCallbackMethod_Register<v1::ClusterService::Service> {
+ public:
+  // `membership` outlives the service and every stream.
+  explicit ClusterServiceImpl(Membership* membership) : membership_(membership) {}
+
+  grpc::ServerBidiReactor<v1::RegisterRequest, v1::RegisterResponse>* Register(
+      grpc::CallbackServerContext* context) override;
+
+ private:
+  Membership* const membership_;
+};
+
+}  // namespace expertmesh

@@ -1,0 +1,218 @@
+#include "router/service/grpc_expert_backend.h"
+
+#include <deque>
+#include <map>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "common/rpc/channel.h"
+#include "common/rpc/status.h"
+#include "common/rpc/tensor_codec.h"
+#include "common/status.h"
+#include "expertmesh/v1/expert.pb.h"
+
+namespace expertmesh {
+namespace {
+
+constexpr char kMethod[] = "/expertmesh.v1.ExpertService/Dispatch";
+
+v1::DispatchRequest Header(const ExpertSlice& slice, uint64_t round_id) {
+  v1::DispatchRequest header;
+  header.set_round_id(round_id);
+  header.set_layer(slice.layer);
+  header.set_phase(v1::PHASE_FORWARD);
+  header.mutable_expert_ids()->Add(slice.expert_ids.begin(), slice.expert_ids.end());
+  header.mutable_m_sizes()->Add(slice.m_sizes.begin(), slice.m_sizes.end());
+  header.mutable_gather()->Add(slice.gather.begin(), slice.gather.end());
+  header.set_placement_epoch(slice.placement_epoch);
+  if (slice.deadline != absl::InfiniteFuture()) {
+    header.set_timeout_us(
+        std::max<int64_t>(1, absl::ToInt64Microseconds(slice.deadline - absl::Now())));
+  }
+  return header;
+}
+
+}  // namespace
+
+// Shared by the backend and gRPC (until OnDone).
+class GrpcExpertBackend::Stream final
+    : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
+      public std::enable_shared_from_this<Stream> {
+ public:
+  Stream(const std::shared_ptr<grpc::Channel>& channel, Events events)
+      : stub_(channel), events_(std::move(events)) {}
+
+  void Start() {
+    self_ = shared_from_this();
+    stub_.PrepareBidiStreamingCall(&context_, kMethod, {}, this);
+    StartRead(&incoming_);
+    AddHold();  // for writes, which start outside reactions
+    StartCall();
+  }
+
+  void Dispatch(ExpertSlice slice, Done done) {
+    absl::ReleasableMutexLock lock(&mutex_);
+    if (!ready_ || closing_ || ended_) {
+      lock.Release();
+      std::move(done)(absl::UnavailableError("the server is not connected"));
+      return;
+    }
+    const uint64_t round_id = next_round_++;
+    // Slices whose callers gave up long ago, because the server is stuck, must not pile up.
+    const absl::Time now = absl::Now();
+    std::vector<Done> late;
+    for (auto it = pending_.begin(); it != pending_.end();) {
+      if (it->second.deadline < now) {
+        late.push_back(std::move(it->second.done));
+        it = pending_.erase(it);
+      } else {
+        ++it;
+      }
+    }
+    pending_.emplace(round_id, Pending{std::move(done), slice.deadline});
+    outgoing_.push_back(EncodeWithTensor(Header(slice, round_id), slice.rows));
+    WriteNext();
+    lock.Release();
+    for (Done& one : late) std::move(one)(absl::DeadlineExceededError("no answer in time"));
+  }
+
+  void Close() {
+    absl::MutexLock lock(&mutex_);
+    closing_ = true;
+    if (!ready_) context_.TryCancel();
+    MaybeHalfClose();
+  }
+
+  void OnReadInitialMetadataDone(bool ok) override {
+    if (!ok) return;
+    {
+      absl::MutexLock lock(&mutex_);
+      ready_ = true;
+      MaybeHalfClose();
+    }
+    events_.on_ready();
+  }
+
+  void OnReadDone(bool ok) override {
+    if (!ok) {
+      absl::MutexLock lock(&mutex_);
+      ended_ = true;
+      ReleaseHold();
+      return;
+    }
+    v1::DispatchResponse header;
+    Tensor rows;
+    const absl::Status status = DecodeWithTensor(incoming_, "rows", &header, &rows);
+    incoming_.Clear();
+    Done done;
+    {
+      absl::MutexLock lock(&mutex_);
+      const auto found = pending_.find(header.round_id());
+      if (found != pending_.end()) {
+        done = std::move(found->second.done);
+        pending_.erase(found);
+      }
+      MaybeHalfClose();
+    }
+    if (done) {
+      if (!status.ok()) {
+        std::move(done)(absl::InternalError(
+            absl::StrCat("malformed reply of the server: ", std::string(status.message()))));
+      } else if (header.code() != 0) {
+        std::move(done)(
+            absl::Status(static_cast<absl::StatusCode>(header.code()), header.message()));
+      } else {
+        std::move(done)(std::move(rows));
+      }
+    }
+    StartRead(&incoming_);
+  }
+
+  void OnWriteDone(bool ok) override {
+    absl::MutexLock lock(&mutex_);
+    writing_ = false;
+    outgoing_.pop_front();
+    if (!ok) {
+      ended_ = true;
+      outgoing_.clear();
+      return;
+    }
+    WriteNext();
+    MaybeHalfClose();
+  }
+
+  void OnDone(const grpc::Status& status) override {
+    std::map<uint64_t, Pending> pending;
+    {
+      absl::MutexLock lock(&mutex_);
+      ended_ = true;
+      pending.swap(pending_);
+    }
+    const absl::Status reason = absl::UnavailableError(absl::StrCat(
+        "its stream broke", status.ok() ? std::string() : ": " + status.error_message()));
+    for (auto& [round_id, one] : pending) std::move(one.done)(reason);
+    events_.on_gone();
+    self_.reset();
+  }
+
+ private:
+  struct Pending {
+    Done done;
+    absl::Time deadline;
+  };
+
+  void WriteNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if (writing_ || ended_ || outgoing_.empty()) return;
+    writing_ = true;
+    StartWrite(&outgoing_.front());
+  }
+
+  void MaybeHalfClose() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if (!closing_ || !ready_ || ended_ || half_closed_ || writing_ || !outgoing_.empty() ||
+        !pending_.empty()) {
+      return;
+    }
+    half_closed_ = true;
+    StartWritesDone();
+  }
+
+  void ReleaseHold() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if (std::exchange(held_, false)) RemoveHold();
+  }
+
+  grpc::TemplatedGenericStub<grpc::ByteBuffer, grpc::ByteBuffer> stub_;
+  grpc::ClientContext context_;
+  const Events events_;
+  std::shared_ptr<Stream> self_;  // until OnDone
+  grpc::ByteBuffer incoming_;
+
+  absl::Mutex mutex_;
+  std::deque<grpc::ByteBuffer> outgoing_ ABSL_GUARDED_BY(mutex_);  // the first is being written
+  std::map<uint64_t, Pending> pending_ ABSL_GUARDED_BY(mutex_);
+  uint64_t next_round_ ABSL_GUARDED_BY(mutex_) = 1;
+  bool ready_ ABSL_GUARDED_BY(mutex_) = false;
+  bool writing_ ABSL_GUARDED_BY(mutex_) = false;
+  bool closing_ ABSL_GUARDED_BY(mutex_) = false;
+  bool half_closed_ ABSL_GUARDED_BY(mutex_) = false;
+  bool ended_ ABSL_GUARDED_BY(mutex_) = false;
+  bool held_ ABSL_GUARDED_BY(mutex_) = true;
+};
+
+absl::StatusOr<std::shared_ptr<GrpcExpertBackend>> GrpcExpertBackend::Connect(
+    const std::string& address, Events events) {
+  ASSIGN_OR_RETURN(const std::shared_ptr<grpc::Channel> channel, MakeChannel(address));
+  auto stream = std::make_shared<Stream>(channel, std::move(events));
+  stream->Start();
+  return std::shared_ptr<GrpcExpertBackend>(new GrpcExpertBackend(std::move(stream)));
+}
+
+GrpcExpertBackend::~GrpcExpertBackend() { stream_->Close(); }
+
+void GrpcExpertBackend::Dispatch(ExpertSlice slice, Done done) {
+  stream_->Dispatch(std::move(slice), std::move(done));
+}
+
+void GrpcExpertBackend::Close() { stream_->Close(); }
+
+}  // namespace expertmesh

@@ -1,0 +1,41 @@
+// An expert server over one long-lived Dispatch stream.
+#pragma once
+
+#include <grpcpp/generic/generic_stub.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "router/dispatch/expert_backend.h"
+
+namespace expertmesh {
+
+// Connects to `address`. Exactly one of the two is called first, on gRPC's threads: `on_ready` when
+// the server has accepted the stream; `on_gone`, once, when the stream has ended for whatever
+// reason. Until ready and after gone, Dispatch answers UNAVAILABLE. Slices under way when the
+// stream breaks are answered UNAVAILABLE at once. The stream stays open until Close.
+class GrpcExpertBackend : public ExpertBackend {
+ public:
+  struct Events {
+    std::function<void()> on_ready;
+    std::function<void()> on_gone;
+  };
+  static absl::StatusOr<std::shared_ptr<GrpcExpertBackend>> Connect(const std::string& address,
+                                                                    Events events);
+  ~GrpcExpertBackend() override;
+
+  void Dispatch(ExpertSlice slice, Done done) override;
+
+  // Takes no more slices, lets those under way finish, then ends the stream. Idempotent; does not
+  // block.
+  void Close();
+
+ private:
+  class Stream;
+  explicit GrpcExpertBackend(std::shared_ptr<Stream> stream) : stream_(std::move(stream)) {}
+  const std::shared_ptr<Stream> stream_;
+};
+
+}  // namespace expertmesh

@@ -1,0 +1,55 @@
+#include "router/service/router_server.h"
+
+#include <spdlog/spdlog.h>
+
+#include <utility>
+
+#include "common/rpc/process.h"
+#include "common/status.h"
+
+namespace expertmesh {
+namespace {
+
+constexpr char kMoeService[] = "expertmesh.v1.MoeService";
+constexpr char kClusterService[] = "expertmesh.v1.ClusterService";
+
+}  // namespace
+
+RouterServer::RouterServer(std::unique_ptr<Router> router, const RouterServerOptions& options)
+    : router_(std::move(router)),
+      executor_("forward", options.threads, options.max_queued),
+      moe_service_(router_.get(), &executor_),
+      cluster_service_(&router_->membership()) {}
+
+absl::StatusOr<std::unique_ptr<RouterServer>> RouterServer::Start(
+    std::shared_ptr<const Checkpoint> checkpoint, const RouterServerOptions& options) {
+  ASSIGN_OR_RETURN(std::unique_ptr<Router> router,
+                   Router::Create(std::move(checkpoint), kNumerics, options.router));
+  std::unique_ptr<RouterServer> server(new RouterServer(std::move(router), options));
+  ASSIGN_OR_RETURN(server->listening_,
+                   StartServer(options.listen, {&server->moe_service_, &server->cluster_service_}));
+  grpc::Server& grpc_server = *server->listening_.server;
+  SetServing(grpc_server, {kClusterService}, true);
+  server->router_->membership().OnServingChange([&grpc_server](bool serving) {
+    spdlog::info(serving ? "every expert has a server: serving"
+                         : "experts are missing: not serving");
+    // The whole server serves when the model can be computed.
+    grpc_server.GetHealthCheckService()->SetServingStatus("", serving);
+    grpc_server.GetHealthCheckService()->SetServingStatus(kMoeService, serving);
+  });
+  grpc_server.GetHealthCheckService()->SetServingStatus("", false);
+  grpc_server.GetHealthCheckService()->SetServingStatus(kMoeService, false);
+  return server;
+}
+
+void RouterServer::Shutdown(absl::Duration grace) {
+  if (listening_.server == nullptr) return;
+  router_->membership().OnServingChange(nullptr);
+  SetServing(*listening_.server, {kMoeService, kClusterService}, false);
+  listening_.server->Shutdown(absl::ToChronoTime(absl::Now() + grace));
+  listening_.server.reset();
+}
+
+RouterServer::~RouterServer() { Shutdown(absl::ZeroDuration()); }
+
+}  // namespace expertmesh

@@ -1,0 +1,189 @@
+// ForLoopExperts against a restatement of the bit contract that knows nothing of it: every fused
+// multiply-add by libm's fma on the thread's own floating-point environment, in the order that
+// DESIGN fixes.
+#include <gtest/gtest.h>
+#include <xmmintrin.h>
+
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "common/numerics/math.h"
+#include "expert_server/engine/experts.h"
+
+namespace expertmesh {
+namespace {
+
+struct Shape {
+  int64_t hidden_size;
+  int64_t intermediate_size;
+};
+
+Tensor RandomTensor(DType dtype, std::vector<int64_t> shape, float scale, std::mt19937& rng) {
+  Tensor tensor(dtype, std::move(shape));
+  std::normal_distribution<float> normal(0, scale);
+  for (int64_t i = 0; i < tensor.num_elements(); ++i) {
+    StoreFloat(dtype, tensor.data(), i, normal(rng));
+  }
+  return tensor;
+}
+
+// One chain, by the order of the weight format.
+float Chain(const std::vector<float>& x, const Tensor& weights, int64_t n) {
+  const int64_t columns = weights.dim(1);
+  std::vector<int64_t> order;
+  if (weights.dtype() == DType::kF32) {
+    for (int64_t k = 0; k < columns; ++k) order.push_back(k);
+  } else {
+    for (int64_t k = 0; k < columns; k += 2) {
+      order.push_back(k + 1);  // may be the zero that pads an odd width
+      order.push_back(k);
+    }
+  }
+  volatile float sum = 0.0f;
+  for (const int64_t k : order) {
+    const float a = k < columns ? x[k] : 0.0f;
+    const float w =
+        k < columns ? LoadFloat(weights.dtype(), weights.data(), n * columns + k) : 0.0f;
+    sum = fmaf(a, w, sum);
+  }
+  return sum;
+}
+
+// The whole expert for one row, under FTZ and DAZ.
+std::vector<float> Reference(const ExpertWeights& expert, DType dtype, const Tensor& rows,
+                             int64_t row) {
+  const unsigned saved = _mm_getcsr();
+  _mm_setcsr(saved | 0x8040);
+  const int64_t hidden_size = rows.dim(1);
+  const int64_t intermediate_size = expert.down.dim(1);
+  std::vector<float> x(hidden_size), h(intermediate_size), y(hidden_size);
+  for (int64_t d = 0; d < hidden_size; ++d)
+    x[d] = LoadFloat(dtype, rows.data(), row * hidden_size + d);
+  for (int64_t f = 0; f < intermediate_size; ++f) {
+    const float g = Chain(x, expert.gate_up, f);
+    const float u = Chain(x, expert.gate_up, intermediate_size + f);
+    volatile float silu = g / (1.0f + Exp(-g));
+    h[f] = silu * u;
+    if (dtype == DType::kBF16) h[f] = FloatFromBF16(BF16FromFloat(h[f]));
+  }
+  for (int64_t d = 0; d < hidden_size; ++d) {
+    y[d] = Chain(h, expert.down, d);
+    if (dtype == DType::kBF16) y[d] = FloatFromBF16(BF16FromFloat(y[d]));
+  }
+  _mm_setcsr(saved);
+  return y;
+}
+
+class ForLoopExpertsTest : public testing::TestWithParam<std::tuple<DType, DType, float>> {};
+
+TEST_P(ForLoopExpertsTest, HasTheBitsOfTheContract) {
+  const auto [weight_dtype, dtype, scale] = GetParam();
+  std::mt19937 rng(7);
+  for (const Shape shape : {Shape{160, 96}, Shape{33, 17}, Shape{8, 1}}) {
+    ExpertDescriptor descriptor;
+    descriptor.hidden_size = shape.hidden_size;
+    descriptor.intermediate_size = shape.intermediate_size;
+    descriptor.weight_dtype = weight_dtype;
+    std::vector<ExpertWeights> experts(3), copies(3);
+    for (int e = 0; e < 3; ++e) {
+      experts[e].gate_up =
+          RandomTensor(weight_dtype, {2 * shape.intermediate_size, shape.hidden_size}, scale, rng);
+      experts[e].down =
+          RandomTensor(weight_dtype, {shape.hidden_size, shape.intermediate_size}, scale, rng);
+      copies[e] = experts[e];  // shares the memory
+    }
+    auto engine = MakeForLoopExperts(descriptor, experts);
+    ASSERT_TRUE(engine.ok());
+    const Tensor rows = RandomTensor(dtype, {4, shape.hidden_size}, 1.0f, rng);
+    const std::vector<int32_t> ids = {0, 2};
+    const std::vector<int64_t> m_sizes = {4, 4};
+    const std::vector<int32_t> gather = {1, 0, 3, -1, 2, 1, -1, -1};
+    const ExpertBatch batch = {rows, ids, m_sizes, gather};
+    Tensor output(ReplyDType(dtype), {5, shape.hidden_size});
+    EXPECT_EQ((*engine)->Forward(batch, output.data()).code(),
+              absl::StatusCode::kFailedPrecondition);
+    ASSERT_TRUE((*engine)->Prepare().ok());
+    ASSERT_TRUE((*engine)->Prepare().ok());
+    ASSERT_TRUE((*engine)->Forward(batch, output.data()).ok());
+    const std::vector<std::pair<int, int>> expected = {{0, 1}, {0, 0}, {0, 3}, {2, 2}, {2, 1}};
+    int64_t nonzero = 0;
+    for (size_t i = 0; i < expected.size(); ++i) {
+      const auto [expert, row] = expected[i];
+      const std::vector<float> y = Reference(copies[expert], dtype, rows, row);
+      for (int64_t d = 0; d < shape.hidden_size; ++d) {
+        const float got = LoadFloat(output.dtype(), output.data(), i * shape.hidden_size + d);
+        ASSERT_EQ(std::bit_cast<uint32_t>(got), std::bit_cast<uint32_t>(y[d]))
+            << "position " << i << ", channel " << d << ": expected " << y[d] << ", got " << got;
+        nonzero += y[d] != 0.0f;
+      }
+    }
+    EXPECT_GT(nonzero, 0);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(AllDtypes, ForLoopExpertsTest,
+                         testing::Combine(testing::Values(DType::kF32, DType::kBF16, DType::kF16),
+                                          testing::Values(DType::kF32, DType::kBF16, DType::kF16),
+                                          testing::Values(0.1f, 3.0f)));
+
+// Weights so small that products are denormal: they must count as zero, as on every machine.
+TEST(ForLoopExperts, DenormalProductsAreZero) {
+  ExpertDescriptor descriptor;
+  descriptor.hidden_size = 4;
+  descriptor.intermediate_size = 2;
+  descriptor.weight_dtype = DType::kF32;
+  std::mt19937 rng(3);
+  std::vector<ExpertWeights> experts(1);
+  experts[0].gate_up = RandomTensor(DType::kF32, {4, 4}, 1.0f, rng);
+  experts[0].down = RandomTensor(DType::kF32, {4, 2}, 1e-38f, rng);
+  const ExpertWeights copy = experts[0];
+  auto engine = MakeForLoopExperts(descriptor, std::move(experts));
+  ASSERT_TRUE(engine.ok());
+  ASSERT_TRUE((*engine)->Prepare().ok());
+  const Tensor rows = RandomTensor(DType::kF32, {64, 4}, 0.5f, rng);
+  std::vector<int32_t> gather(64);
+  for (int i = 0; i < 64; ++i) gather[i] = i;
+  const std::vector<int32_t> ids = {0};
+  const std::vector<int64_t> m_sizes = {64};
+  Tensor output(DType::kF32, {64, 4});
+  ASSERT_TRUE((*engine)->Forward({rows, ids, m_sizes, gather}, output.data()).ok());
+  int zeros = 0;
+  for (int i = 0; i < 64; ++i) {
+    const std::vector<float> y = Reference(copy, DType::kF32, rows, i);
+    for (int d = 0; d < 4; ++d) {
+      const float got = output.as<float>()[i * 4 + d];
+      EXPECT_EQ(std::bit_cast<uint32_t>(got), std::bit_cast<uint32_t>(y[d]));
+      zeros += got == 0.0f;
+    }
+  }
+  EXPECT_GT(zeros, 10);
+  EXPECT_LT(zeros, 256);
+}
+
+TEST(ForLoopExperts, RefusesBatchesThatDoNotFit) {
+  const Tensor rows(DType::kF32, {2, 4});
+  const std::vector<int32_t> ids = {0};
+  const auto check = [&](const Tensor& r, std::vector<int32_t> experts, std::vector<int64_t> sizes,
+                         std::vector<int32_t> gather) {
+    const ExpertBatch batch = {r, experts, sizes, gather};
+    return std::string(ValidateBatch(batch, 4, 3).message());
+  };
+  EXPECT_EQ(check(rows, {0}, {2}, {0, 1}), "");
+  EXPECT_EQ(check(Tensor(DType::kF32, {2, 5}), {0}, {2}, {0, 1}),
+            "rows.shape: expected [R, 4], got [2, 5]");
+  EXPECT_EQ(check(Tensor(DType::kI32, {2, 4}), {0}, {2}, {0, 1}),
+            "rows.dtype: expected F32, BF16 or F16, got I32");
+  EXPECT_NE(check(rows, {3}, {2}, {0, 1}).find("experts"), std::string::npos);
+  EXPECT_NE(check(rows, {0}, {3}, {0, 1}).find("gather: expected 3"), std::string::npos);
+  EXPECT_NE(check(rows, {0}, {1}, {0, 1}).find("gather: expected 1"), std::string::npos);
+  EXPECT_NE(check(rows, {0}, {-1}, {}).find("m_sizes"), std::string::npos);
+  EXPECT_NE(check(rows, {0}, {2}, {0, 2}).find("gather"), std::string::npos);
+  EXPECT_NE(check(rows, {0}, {2}, {-2, 0}).find("gather"), std::string::npos);
+  EXPECT_NE(check(rows, {0, 1}, {2}, {0, 1}).find("m_sizes"), std::string::npos);
+  EXPECT_NE(check(rows, {0, 1}, {INT64_MAX, 3}, {0, 1}).find("m_sizes"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace expertmesh
