@@ -28,6 +28,7 @@ ninja-build              runs it
 pkg-config               lets CMake find libraries that have no CMake files of their own
 ccache                   makes a rebuild take seconds
 libgrpc++-dev            gRPC: every call between client, router and servers
+grpc-proto               the standard health service, as a .proto file
 protobuf-compiler-grpc   its code generators for C++ and Python
 protobuf-compiler        protoc, which runs them
 libprotobuf-dev          the messages on the wire

@@ -73,9 +73,9 @@ int Main(int argc, char** argv) {
   std::atomic<int> exit_code = 0;
   spdlog::info("expertmesh-expert-server {}: model {}, shard {}/{}, {} threads", VersionText(),
                model, options.shard, options.num_shards, options.threads);
-  std::thread early_stop([&serving] {
+  std::thread early_stop([&serving, &exit_code] {
     WaitForStopSignal();
-    if (!serving) std::_Exit(0);
+    if (!serving) std::_Exit(exit_code);  // not 0 where the router was quick to refuse
   });
   std::unique_ptr<ExpertServer> server;
   {

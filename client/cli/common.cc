@@ -2,7 +2,6 @@
 
 #include <cstdio>
 
-#include "absl/strings/str_format.h"
 #include "client/cli/commands.h"
 
 namespace expertmesh {
@@ -19,12 +18,6 @@ void AddRouterOptions(CLI::App& app, std::string* router, double* timeout_second
   app.add_option("--timeout", *timeout_seconds, "seconds a call may take")
       ->capture_default_str()
       ->check(CLI::PositiveNumber);
-}
-
-std::string HumanBytes(int64_t bytes) {
-  if (bytes < 1 << 20) return absl::StrFormat("%.1f KiB", static_cast<double>(bytes) / (1 << 10));
-  if (bytes < 1 << 30) return absl::StrFormat("%.1f MiB", static_cast<double>(bytes) / (1 << 20));
-  return absl::StrFormat("%.2f GiB", static_cast<double>(bytes) / (1 << 30));
 }
 
 }  // namespace expertmesh

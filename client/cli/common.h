@@ -16,7 +16,4 @@ int Fail(const absl::Status& status);
 // Adds --router and --timeout (seconds).
 void AddRouterOptions(CLI::App& app, std::string* router, double* timeout_seconds);
 
-// "1.50 GiB".
-std::string HumanBytes(int64_t bytes);
-
 }  // namespace expertmesh

@@ -9,9 +9,9 @@
 #include "client/cli/common.h"
 #include "common/model/checkpoint.h"
 #include "common/status.h"
+#include "common/text.h"
 #include "expert_server/engine/expert_store.h"
 #include "nlohmann/json.hpp"
-#include "router/placement/membership.h"
 
 namespace expertmesh {
 namespace {

@@ -7,8 +7,8 @@
 #include "client/cli/commands.h"
 #include "client/cli/common.h"
 #include "client/cpp/client.h"
+#include "common/text.h"
 #include "nlohmann/json.hpp"
-#include "router/placement/membership.h"
 
 namespace expertmesh {
 namespace {

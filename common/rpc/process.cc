@@ -8,6 +8,7 @@
 #include <spdlog/sinks/stdout_color_sinks.h>
 #include <spdlog/spdlog.h>
 
+#include <cstdlib>
 #include <memory>
 
 #include "absl/strings/str_cat.h"
@@ -38,6 +39,8 @@ absl::Status InitProcess(const std::string& name) {
   absl::SetMutexDeadlockDetectionMode(absl::OnDeadlockCycle::kIgnore);
 #endif
   signal(SIGPIPE, SIG_IGN);
+  // What gRPC would say reaches the user as the status of a call or of a start; GRPC_VERBOSITY brings it back.
+  setenv("GRPC_VERBOSITY", "NONE", /*replace=*/0);
   spdlog::set_default_logger(std::make_shared<spdlog::logger>(
       name, std::make_shared<spdlog::sinks::stderr_color_sink_mt>()));
   spdlog::set_pattern("%Y-%m-%dT%H:%M:%S.%eZ %n %l %v", spdlog::pattern_time_type::utc);

@@ -42,10 +42,16 @@ struct WireTensor {
   Tensor bytes = Tensor(DType::kU8, {0});
 };
 
+// Reads a length and checks that as many bytes are there: PushLimit ignores longer ones, and
+// nothing may be allocated for them.
+bool ReadLength(CodedInputStream& input, int* length) {
+  return input.ReadVarintSizeAsInt(length) && *length <= input.BytesUntilLimit();
+}
+
 bool ReadTensor(CodedInputStream& input, WireTensor* tensor) {
-  uint32_t length;
-  if (!input.ReadVarint32(&length)) return false;
-  const CodedInputStream::Limit limit = input.PushLimit(static_cast<int>(length));
+  int length;
+  if (!ReadLength(input, &length)) return false;
+  const CodedInputStream::Limit limit = input.PushLimit(length);
   while (const uint32_t tag = input.ReadTag()) {
     if (tag == ((v1::Tensor::kDtypeFieldNumber << 3) | WireFormatLite::WIRETYPE_VARINT)) {
       uint64_t value;
@@ -56,9 +62,9 @@ bool ReadTensor(CodedInputStream& input, WireTensor* tensor) {
       if (!input.ReadVarint64(&value)) return false;
       tensor->shape.push_back(static_cast<int64_t>(value));
     } else if (tag == LengthDelimitedTag(v1::Tensor::kShapeFieldNumber)) {  // packed
-      uint32_t packed;
-      if (!input.ReadVarint32(&packed)) return false;
-      const CodedInputStream::Limit inner = input.PushLimit(static_cast<int>(packed));
+      int packed;
+      if (!ReadLength(input, &packed)) return false;
+      const CodedInputStream::Limit inner = input.PushLimit(packed);
       while (input.BytesUntilLimit() > 0) {
         uint64_t value;
         if (!input.ReadVarint64(&value)) return false;
@@ -66,13 +72,10 @@ bool ReadTensor(CodedInputStream& input, WireTensor* tensor) {
       }
       input.PopLimit(inner);
     } else if (tag == LengthDelimitedTag(v1::Tensor::kDataFieldNumber)) {
-      uint32_t size;
-      // Checked against what is there before anything is allocated for it.
-      if (!input.ReadVarint32(&size) || static_cast<int64_t>(size) > input.BytesUntilLimit()) {
-        return false;
-      }
-      tensor->bytes = Tensor(DType::kU8, {static_cast<int64_t>(size)});
-      if (!input.ReadRaw(tensor->bytes.data(), static_cast<int>(size))) return false;
+      int size;
+      if (!ReadLength(input, &size)) return false;
+      tensor->bytes = Tensor(DType::kU8, {size});
+      if (!input.ReadRaw(tensor->bytes.data(), size)) return false;
     } else if (!WireFormatLite::SkipField(&input, tag)) {
       return false;
     }

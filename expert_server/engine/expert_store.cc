@@ -3,19 +3,11 @@
 #include <utility>
 
 #include "common/status.h"
+#include "common/text.h"
 #include "expert_server/engine/memory.h"
 #include "router/placement/placement.h"
 
 namespace expertmesh {
-namespace {
-
-// "1610612736 bytes (1536 MiB)".
-std::string HumanBytes(int64_t bytes) {
-  return absl::StrCat(bytes, " bytes (", bytes >> 20, " MiB)");
-}
-
-}  // namespace
-
 absl::StatusOr<ExpertStore::Held> ExpertStore::ShardOf(const ModelDescription& model, int32_t shard,
                                                        int32_t num_shards) {
   Held held;
@@ -43,8 +35,9 @@ absl::StatusOr<std::unique_ptr<ExpertStore>> ExpertStore::Load(
   const int64_t available = AvailableMemoryBytes();
   if (load.bytes_total > available) {
     return absl::ResourceExhaustedError(absl::StrCat(
-        "the experts of this server need ", HumanBytes(load.bytes_total), ", but only ",
-        HumanBytes(available), " of memory are available; use more servers or machines"));
+        "the experts of this server need ", load.bytes_total, " bytes (",
+        HumanBytes(load.bytes_total), "), but only ", available, " bytes (", HumanBytes(available),
+        ") of memory are available; use more servers or machines"));
   }
   std::unique_ptr<ExpertStore> store(new ExpertStore());
   store->held_ = held;

@@ -10,6 +10,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/synchronization/mutex.h"
 #include "common/status.h"
+#include "common/text.h"
 #include "router/dispatch/plan.h"
 
 namespace expertmesh {
@@ -87,6 +88,10 @@ Router::Router(std::shared_ptr<const Checkpoint> checkpoint, const std::string& 
 absl::StatusOr<std::unique_ptr<Router>> Router::Create(std::shared_ptr<const Checkpoint> checkpoint,
                                                        const std::string& numerics,
                                                        const RouterOptions& options) {
+  if (options.max_subrounds_in_flight < 1) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "max_subrounds_in_flight: expected at least 1, got ", options.max_subrounds_in_flight));
+  }
   std::unique_ptr<Router> router(new Router(std::move(checkpoint), numerics, options));
   for (const LayerDescription& layer : router->checkpoint_->model().layers) {
     ASSIGN_OR_RETURN(RouterWeights weights, router->checkpoint_->ReadRouter(layer.layer));
@@ -135,6 +140,7 @@ absl::StatusOr<ForwardResult> Router::Forward(const ForwardCall& call) const {
 
   // A server that holds all experts returns K rows a token, in fp32 at the widest.
   const int64_t token_bytes = top_k * hidden_size * 4;
+  const DType reply_dtype = hidden_states.dtype == DType::kBF16 ? DType::kBF16 : DType::kF32;
   const int64_t tokens_per_subround = std::max<int64_t>(1, options_.subround_bytes / token_bytes);
   std::deque<SubRound> in_flight;
   int64_t next = 0;
@@ -166,13 +172,13 @@ absl::StatusOr<ForwardResult> Router::Forward(const ForwardCall& call) const {
         slice.deadline = call.deadline;
         placement.backends[source.server]->Dispatch(
             std::move(slice),
-            [replies = sub.replies, s, layer = call.layer, experts = source.expert_ids,
+            [replies = sub.replies, s, layer = call.layer, experts = source.expert_ids, reply_dtype,
              expected = std::vector<int64_t>{source.num_pairs, hidden_size}](
                 absl::StatusOr<Tensor> reply) {
-              if (reply.ok() && reply->shape() != expected) {
-                reply = absl::InternalError(absl::StrCat("expected reply rows ",
-                                                         ShapeToString(expected), ", got ",
-                                                         ShapeToString(reply->shape())));
+              if (reply.ok() && (reply->dtype() != reply_dtype || reply->shape() != expected)) {
+                reply = absl::InternalError(absl::StrCat(
+                    "expected reply rows ", NameOf(reply_dtype), " ", ShapeToString(expected),
+                    ", got ", NameOf(reply->dtype()), " ", ShapeToString(reply->shape())));
               }
               if (!reply.ok()) reply = DescribeFailure(reply.status(), layer, experts);
               Complete(*replies, s, std::move(reply));

@@ -4,8 +4,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "common/status.h"
+#include "common/text.h"
 
 namespace expertmesh {
 namespace {
@@ -14,17 +14,6 @@ namespace {
 constexpr absl::Duration kCancelPoll = absl::Milliseconds(20);
 
 }  // namespace
-
-std::string IdRanges(absl::Span<const int32_t> ids) {
-  std::vector<std::string> ranges;
-  for (size_t i = 0; i < ids.size();) {
-    size_t j = i;
-    while (j + 1 < ids.size() && ids[j + 1] == ids[j] + 1) ++j;
-    ranges.push_back(i == j ? absl::StrCat(ids[i]) : absl::StrCat(ids[i], "-", ids[j]));
-    i = j + 1;
-  }
-  return absl::StrJoin(ranges, ", ");
-}
 
 Membership::Membership(const ModelDescription& model, std::string fingerprint, std::string numerics,
                        absl::Duration startup_grace)
@@ -68,6 +57,7 @@ absl::StatusOr<uint64_t> Membership::Register(const ServerRegistration& registra
       }
     }
   }
+  std::shared_ptr<ExpertBackend> dropped;  // destroyed after the lock is released
   absl::MutexLock lock(&mutex_);
   Server& server = servers_[registration.name];
   if (server.ticket != 0 && server.record.state != ServerState::kDown &&
@@ -78,6 +68,7 @@ absl::StatusOr<uint64_t> Membership::Register(const ServerRegistration& registra
   }
   server.ticket = next_ticket_++;
   server.record = {registration, ServerState::kConnecting, 0};
+  dropped = std::move(server.backend);
   server.backend = nullptr;
   Changed();
   return server.ticket;
@@ -88,7 +79,7 @@ void Membership::SetServing(uint64_t ticket, std::shared_ptr<ExpertBackend> back
   Server* server = Find(ticket);
   if (server == nullptr) return;
   server->record.state = ServerState::kServing;
-  server->backend = std::move(backend);
+  server->backend.swap(backend);  // the old one is destroyed after the lock is released
   for (const auto& [layer, experts] : server->record.registration.experts) {
     for (const int32_t expert : experts) ever_served_[layer][expert] = true;
   }
@@ -104,7 +95,7 @@ void Membership::SetDown(uint64_t ticket) {
   std::shared_ptr<ExpertBackend> dropped;  // destroyed after the lock is released
   absl::MutexLock lock(&mutex_);
   Server* server = Find(ticket);
-  if (server == nullptr || server->record.state == ServerState::kDown) return;
+  if (server == nullptr) return;
   server->record.state = ServerState::kDown;
   dropped = std::move(server->backend);
   server->backend = nullptr;
@@ -168,7 +159,7 @@ void Membership::OnServingChange(std::function<void(bool)> callback) {
 
 Membership::Server* Membership::Find(uint64_t ticket) {
   for (auto& [name, server] : servers_) {
-    if (server.ticket == ticket) return &server;
+    if (server.ticket == ticket && server.record.state != ServerState::kDown) return &server;
   }
   return nullptr;
 }

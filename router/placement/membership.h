@@ -62,10 +62,11 @@ class Membership {
   absl::StatusOr<uint64_t> Register(const ServerRegistration& registration);
 
   // The server can be reached through `backend` from now on. No effect if the ticket is not
-  // current.
+  // current: the registration has been replaced, or the server is down.
   void SetServing(uint64_t ticket, std::shared_ptr<ExpertBackend> backend);
   void SetRows(uint64_t ticket, uint64_t rows);
-  // The server is gone: it stays on the list as kDown. No effect if the ticket is not current.
+  // The server is gone: it stays on the list as kDown until it registers again. No effect if the
+  // ticket is not current.
   void SetDown(uint64_t ticket);
 
   // Placement of every expert in `experts` of that layer. Waits for servers that have not
@@ -92,6 +93,7 @@ class Membership {
     std::shared_ptr<ExpertBackend> backend;  // null unless serving
   };
 
+  // Null if the ticket is not current.
   Server* Find(uint64_t ticket) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Changed() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::string MissingLocked() const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
@@ -112,8 +114,5 @@ class Membership {
   bool serving_ ABSL_GUARDED_BY(mutex_) = false;
   std::function<void(bool)> on_serving_change_ ABSL_GUARDED_BY(mutex_);
 };
-
-// "0-3, 7": ascending ids as ranges, for messages.
-std::string IdRanges(absl::Span<const int32_t> ids);
 
 }  // namespace expertmesh

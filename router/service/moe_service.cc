@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "absl/functional/any_invocable.h"
 #include "common/rpc/process.h"
 #include "common/rpc/status.h"
 #include "common/rpc/tensor_codec.h"
@@ -60,12 +61,17 @@ absl::StatusOr<grpc::ByteBuffer> RunForward(const Router& router, const grpc::By
 // One call. The executor's task and gRPC each hold it until they are done with it.
 class ForwardReactor final : public grpc::ServerUnaryReactor {
  public:
+  explicit ForwardReactor(absl::AnyInvocable<void()> on_done) : on_done_(std::move(on_done)) {}
   void Keep(std::shared_ptr<ForwardReactor> self) { self_ = std::move(self); }
   void OnCancel() override { cancelled_ = true; }
-  void OnDone() override { self_.reset(); }
+  void OnDone() override {
+    std::move(on_done_)();
+    self_.reset();
+  }
   bool cancelled() const { return cancelled_; }
 
  private:
+  absl::AnyInvocable<void()> on_done_;
   std::atomic<bool> cancelled_ = false;
   std::shared_ptr<ForwardReactor> self_;
 };
@@ -93,8 +99,21 @@ v1::ServerInfo::State ToProto(ServerState state) {
 grpc::ServerUnaryReactor* MoeServiceImpl::Forward(grpc::CallbackServerContext* context,
                                                   const grpc::ByteBuffer* request,
                                                   grpc::ByteBuffer* response) {
-  auto reactor = std::make_shared<ForwardReactor>();
+  auto reactor = std::make_shared<ForwardReactor>([this] {
+    absl::MutexLock lock(&mutex_);
+    --under_way_;
+  });
   reactor->Keep(reactor);
+  bool draining;
+  {
+    absl::MutexLock lock(&mutex_);
+    ++under_way_;
+    draining = draining_;
+  }
+  if (draining) {
+    reactor->Finish(grpc::Status(grpc::StatusCode::UNAVAILABLE, "the router is stopping"));
+    return reactor.get();
+  }
   const absl::Time deadline = absl::FromChrono(context->deadline());
   const bool queued = executor_->TryRun([this, reactor, deadline, request, response] {
     absl::StatusOr<grpc::ByteBuffer> result =
@@ -110,6 +129,13 @@ grpc::ServerUnaryReactor* MoeServiceImpl::Forward(grpc::CallbackServerContext* c
                                               " requests is full; retry later")));
   }
   return reactor.get();
+}
+
+void MoeServiceImpl::Drain(absl::Time deadline) {
+  const auto answered = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return under_way_ == 0; };
+  absl::MutexLock lock(&mutex_);
+  draining_ = true;
+  mutex_.AwaitWithDeadline(absl::Condition(&answered), deadline);
 }
 
 grpc::ServerUnaryReactor* MoeServiceImpl::GetModel(grpc::CallbackServerContext* context,

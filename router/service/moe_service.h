@@ -1,8 +1,12 @@
 // MoeService: what clients call.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 #include "common/rpc/executor.h"
 #include "expertmesh/v1/moe.grpc.pb.h"
 #include "router/dispatch/router.h"
@@ -29,9 +33,16 @@ class MoeServiceImpl final
                                        const v1::GetClusterRequest* request,
                                        v1::GetClusterResponse* response) override;
 
+  // Refuses calls of Forward from now on (UNAVAILABLE) and waits until those under way have been
+  // answered, at most until `deadline`.
+  void Drain(absl::Time deadline);
+
  private:
   const Router* const router_;
   Executor* const executor_;
+  absl::Mutex mutex_;
+  int64_t under_way_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool draining_ ABSL_GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace expertmesh

@@ -2,6 +2,7 @@
 
 #include <spdlog/spdlog.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "common/rpc/process.h"
@@ -12,6 +13,7 @@ namespace {
 
 constexpr char kMoeService[] = "expertmesh.v1.MoeService";
 constexpr char kClusterService[] = "expertmesh.v1.ClusterService";
+constexpr absl::Duration kFlush = absl::Milliseconds(100);  // for answers that are being sent
 
 }  // namespace
 
@@ -46,7 +48,10 @@ void RouterServer::Shutdown(absl::Duration grace) {
   if (listening_.server == nullptr) return;
   router_->membership().OnServingChange(nullptr);
   SetServing(*listening_.server, {kMoeService, kClusterService}, false);
-  listening_.server->Shutdown(absl::ToChronoTime(absl::Now() + grace));
+  const absl::Time deadline = absl::Now() + grace;
+  moe_service_.Drain(deadline);
+  // What is left are the servers' registrations, which do not end by themselves and are cancelled.
+  listening_.server->Shutdown(absl::ToChronoTime(std::min(deadline, absl::Now() + kFlush)));
   listening_.server.reset();
 }
 

@@ -14,6 +14,7 @@
 #include <map>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -759,6 +760,16 @@ TEST_F(CheckpointTest, FingerprintIsOfTheContent) {
   Tensor& norm = changed.tensors["model.layers.0.input_layernorm.weight"];
   changed.tensors["model.layers.0.input_layernorm.weight2"] = norm;
   expect_new(changed);
+  // The same bytes as another dtype or in another shape.
+  const char* embedding = "model.embed_tokens.weight";
+  for (const auto& [dtype, shape] : std::vector<std::pair<DType, std::vector<int64_t>>>{
+           {DType::kF16, {7, kHidden}}, {DType::kBF16, {kHidden, 7}}}) {
+    changed = MakeFolder();
+    Tensor retyped(dtype, shape);
+    std::memcpy(retyped.data(), changed.tensors[embedding].data(), retyped.num_bytes());
+    changed.tensors[embedding] = retyped;
+    expect_new(changed);
+  }
   // A large tensor is sampled at both ends.
   for (const int64_t at : {-1, 0, 9999}) {
     changed = MakeFolder();

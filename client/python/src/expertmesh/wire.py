@@ -2,7 +2,8 @@
 
 A generated message copies a tensor's bytes several times on its way to the socket. The contract puts the
 bytes last (field 15 of a message whose field 15 is its tensor), so here protobuf encodes and parses
-everything but them, and they are appended to, or read from, the buffer directly. What is sent is plain protobuf.
+everything but them, and they are appended to, or read from, the buffer directly. What is sent is plain
+protobuf.
 """
 
 from __future__ import annotations

@@ -1,0 +1,102 @@
+"""SIGTERM ends processes with exit code 0 in time and no call hangs; SIGKILL leaves no orphans."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import grpc
+import pytest
+from models import OLMOE, reply_bits, request, stub, tokens
+from processes import children, exists, wait_until
+
+LAYER = 0
+CALLS = 20
+GRACE_SECONDS = 10  # the default of --grace
+GIVEN_UP = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+
+
+def outcomes(calls: list[grpc.Future], expected: tuple[bytes, ...]) -> dict[str, int]:
+    """How many calls ended how. Each must have the right result, or be told that there is none."""
+    counts: dict[str, int] = {}
+    for call in calls:
+        try:
+            assert reply_bits(call.result(timeout=GRACE_SECONDS + 5)) == expected
+            code = grpc.StatusCode.OK
+        except grpc.RpcError as error:
+            code = error.code()
+            assert code in GIVEN_UP, error
+        counts[code.name] = counts.get(code.name, 0) + 1
+    return counts
+
+
+def stop_under_load(processes, target: str, delay: float) -> dict[str, int]:
+    """SIGTERM to one process, `delay` seconds after 20 calls were sent."""
+    if target == "serve":
+        stopped = processes.serve(OLMOE, 2)
+        address, others = stopped.address(), []
+    else:
+        router, servers, address = processes.by_hand(OLMOE, 2)
+        stopped, others = (router, servers) if target == "router" else (servers[0], [router, servers[1]])
+    pids = [stopped.pid, *children(stopped)]
+    x = tokens(128, 200)
+    client = stub(address)
+    expected = reply_bits(client.Forward(request(LAYER, x), timeout=60))
+    calls = [client.Forward.future(request(LAYER, x), timeout=60) for _ in range(CALLS)]
+    time.sleep(delay)
+    stopped.signal(signal.SIGTERM)
+    start = time.monotonic()
+    counts = outcomes(calls, expected)
+    assert stopped.wait(GRACE_SECONDS + 5) == 0
+    assert time.monotonic() - start < GRACE_SECONDS, f"the grace period was used up: {counts}"
+    wait_until("no process is left", lambda: not any(map(exists, pids)), 2)
+    assert all(other.running() for other in others)
+    for other in others:
+        assert other.stop() == 0
+    return counts
+
+
+@pytest.mark.parametrize(
+    "target, delay", [("serve", 0), ("serve", 0.1), ("serve", 0.4), ("router", 0.1), ("server", 0.1)]
+)
+def test_sigterm_under_load(processes, target, delay):
+    stop_under_load(processes, target, delay)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", ["serve", "router", "server"])
+def test_sigterm_under_load_again_and_again(processes, target):
+    totals: dict[str, int] = {}
+    for i in range(20):
+        for name, count in stop_under_load(processes, target, delay=0.025 * i).items():
+            totals[name] = totals.get(name, 0) + count
+    assert totals.get("OK", 0) > 0, totals
+
+
+@pytest.mark.parametrize("program", ["router", "server", "serve"])
+def test_sigterm_without_load(processes, program):
+    if program == "serve":
+        process = processes.serve(OLMOE, 1)
+        process.address()
+    else:
+        router, [server], _ = processes.by_hand(OLMOE, 1)
+        process = router if program == "router" else server
+    start = time.monotonic()
+    assert process.stop() == 0
+    assert time.monotonic() - start < 5
+
+
+def test_sigint_is_like_sigterm(processes):
+    serve = processes.serve(OLMOE, 1)
+    serve.address()
+    serve.signal(signal.SIGINT)
+    assert serve.wait() == 0
+
+
+def test_killed_serve_leaves_no_children(processes):
+    serve = processes.serve(OLMOE, 2)
+    serve.address()
+    pids = children(serve)
+    assert len(pids) == 3
+    serve.kill()
+    wait_until("the children are gone", lambda: not any(map(exists, pids)), 5)
