@@ -14,10 +14,12 @@ ran; the exit code is 0 if all of it passed.
   unit          C++: gating, permutation, numbers, safetensors, ... (ctest label `unit`)
   integration   C++: clusters of real processes (all other ctest labels, but `full`)
   python        the Python client against a real cluster; no torch needed
+  fault         real processes that are killed, stopped, misused and started in any order
 
   --reference   also `torch`: ExpertMesh inside transformers' own models. Installs the packages of
                 tests/requirements-reference.txt, torch among them (1 to 3 GB), into build/reference-venv
-  --full        also what takes long: `full` (ctest label `full`) and `clean_machine` (tests/clean_machine.sh)
+  --full        also what takes long: `full` (ctest label `full`), `fault full` (those marked `full`) and
+                `clean_machine` (tests/clean_machine.sh)
   --preset NAME a preset of CMakePresets.json: release (default), asan, tsan
   --help        this text
 
@@ -25,8 +27,8 @@ Python packages go into virtual environments below build/, made on the first run
 wherever this machine's pip is set up to. PYTHON names the interpreter (default /usr/bin/python3).
 
 One test by hand:
-  build/release/bin/gate_test --gtest_filter='*Softmax*'
-  EXPERTMESH_BIN=$PWD/build/release/bin build/test-venv/bin/pytest tests/integration/python -k batch
+  build/release/bin/gate_test --gtest_filter='*Tie*'
+  EXPERTMESH_BIN=$PWD/build/release/bin build/test-venv/bin/pytest tests/integration/python -k forward
 END
 }
 
@@ -136,6 +138,12 @@ python() {
   run_pytest build/test-venv "$PYTHON_TESTS" --ignore-glob='*/test_torch*'
 }
 
+# fault [PYTEST_ARGUMENT...]
+fault() {
+  prepare_venv build/test-venv pytest
+  run_pytest build/test-venv tests/fault "$@"
+}
+
 torch() {
   prepare_venv build/reference-venv -r tests/requirements-reference.txt
   run_pytest build/reference-venv "$PYTHON_TESTS"/test_torch*.py
@@ -168,12 +176,15 @@ main() {
     group unit unit
     group integration integration
     group python python
+    group fault fault
     if $reference; then group torch torch; else not_run torch "(--reference)"; fi
     if $full; then
       group full full_ctest
+      group "fault full" fault -m full
       group clean_machine tests/clean_machine.sh
     else
       not_run full "(--full)"
+      not_run "fault full" "(--full)"
       not_run clean_machine "(--full)"
     fi
   fi

@@ -45,7 +45,7 @@ absl::StatusOr<std::unique_ptr<LocalCluster>> LocalCluster::Start(
     registration.model_fingerprint = checkpoint->fingerprint();
     registration.numerics = kNumerics;
     registration.experts = held;
-    Membership& membership = cluster->router_->membership();
+    Membership& membership = *cluster->router_->membership();
     ASSIGN_OR_RETURN(const uint64_t ticket, membership.Register(registration));
     membership.SetServing(ticket, std::make_shared<Backend>(std::move(store), options.threads));
   }

@@ -39,7 +39,8 @@ absl::Status InitProcess(const std::string& name) {
   absl::SetMutexDeadlockDetectionMode(absl::OnDeadlockCycle::kIgnore);
 #endif
   signal(SIGPIPE, SIG_IGN);
-  // What gRPC would say reaches the user as the status of a call or of a start; GRPC_VERBOSITY brings it back.
+  // What gRPC would say reaches the user as the status of a call or of a start; GRPC_VERBOSITY
+  // brings it back.
   setenv("GRPC_VERBOSITY", "NONE", /*replace=*/0);
   spdlog::set_default_logger(std::make_shared<spdlog::logger>(
       name, std::make_shared<spdlog::sinks::stderr_color_sink_mt>()));

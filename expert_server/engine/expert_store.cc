@@ -2,12 +2,13 @@
 
 #include <utility>
 
+#include "common/model/contiguous_shard.h"
 #include "common/status.h"
 #include "common/text.h"
 #include "expert_server/engine/memory.h"
-#include "router/placement/placement.h"
 
 namespace expertmesh {
+
 absl::StatusOr<ExpertStore::Held> ExpertStore::ShardOf(const ModelDescription& model, int32_t shard,
                                                        int32_t num_shards) {
   Held held;

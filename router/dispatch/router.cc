@@ -82,7 +82,7 @@ Router::Router(std::shared_ptr<const Checkpoint> checkpoint, const std::string& 
                const RouterOptions& options)
     : checkpoint_(std::move(checkpoint)),
       options_(options),
-      membership_(std::make_unique<Membership>(checkpoint_->model(), checkpoint_->fingerprint(),
+      membership_(std::make_shared<Membership>(checkpoint_->model(), checkpoint_->fingerprint(),
                                                numerics, options.startup_grace)) {}
 
 absl::StatusOr<std::unique_ptr<Router>> Router::Create(std::shared_ptr<const Checkpoint> checkpoint,

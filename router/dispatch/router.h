@@ -53,7 +53,8 @@ class Router {
   absl::StatusOr<ForwardResult> Forward(const ForwardCall& call) const;
 
   const Checkpoint& checkpoint() const { return *checkpoint_; }
-  Membership& membership() const { return *membership_; }
+  // Shared, because streams to servers that are ending may outlive the router.
+  const std::shared_ptr<Membership>& membership() const { return membership_; }
 
  private:
   Router(std::shared_ptr<const Checkpoint> checkpoint, const std::string& numerics,
@@ -61,7 +62,7 @@ class Router {
 
   const std::shared_ptr<const Checkpoint> checkpoint_;
   const RouterOptions options_;
-  const std::unique_ptr<Membership> membership_;
+  const std::shared_ptr<Membership> membership_;
   std::map<int32_t, Gate> gates_;  // by layer
 };
 

@@ -36,7 +36,8 @@ class RegisterStream final
     : public grpc::ServerBidiReactor<v1::RegisterRequest, v1::RegisterResponse>,
       public std::enable_shared_from_this<RegisterStream> {
  public:
-  explicit RegisterStream(Membership* membership) : membership_(membership) {}
+  explicit RegisterStream(std::shared_ptr<Membership> membership)
+      : membership_(std::move(membership)) {}
 
   void Start() {
     self_ = shared_from_this();
@@ -119,7 +120,7 @@ class RegisterStream final
     if (!std::exchange(ended_, true)) Finish(status);
   }
 
-  Membership* const membership_;
+  const std::shared_ptr<Membership> membership_;
   std::shared_ptr<RegisterStream> self_;  // until OnDone
   v1::RegisterRequest request_;
   v1::RegisterResponse response_;

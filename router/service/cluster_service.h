@@ -1,6 +1,9 @@
 // ClusterService: how expert servers join.
 #pragma once
 
+#include <memory>
+#include <utility>
+
 #include "expertmesh/v1/cluster.grpc.pb.h"
 #include "router/placement/membership.h"
 
@@ -11,14 +14,14 @@ namespace expertmesh {
 class ClusterServiceImpl final
     : public v1::ClusterService::WithCallbackMethod_Register<v1::ClusterService::Service> {
  public:
-  // `membership` outlives the service and every stream.
-  explicit ClusterServiceImpl(Membership* membership) : membership_(membership) {}
+  explicit ClusterServiceImpl(std::shared_ptr<Membership> membership)
+      : membership_(std::move(membership)) {}
 
   grpc::ServerBidiReactor<v1::RegisterRequest, v1::RegisterResponse>* Register(
       grpc::CallbackServerContext* context) override;
 
  private:
-  Membership* const membership_;
+  const std::shared_ptr<Membership> membership_;
 };
 
 }  // namespace expertmesh

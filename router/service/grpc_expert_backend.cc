@@ -1,12 +1,14 @@
 #include "router/service/grpc_expert_backend.h"
 
 #include <deque>
+#include <limits>
 #include <map>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
 #include "common/rpc/channel.h"
+#include "common/rpc/executor.h"
 #include "common/rpc/status.h"
 #include "common/rpc/tensor_codec.h"
 #include "common/status.h"
@@ -33,6 +35,23 @@ v1::DispatchRequest Header(const ExpertSlice& slice, uint64_t round_id) {
   return header;
 }
 
+// The channel of a stream and what refers to it.
+struct Connection {
+  explicit Connection(std::shared_ptr<grpc::Channel> channel) : stub(std::move(channel)) {}
+  grpc::TemplatedGenericStub<grpc::ByteBuffer, grpc::ByteBuffer> stub;
+  grpc::ClientContext context;
+};
+
+// Destroys a connection on a thread that is not gRPC's: the last channel of a process takes gRPC's
+// callback threads with it, and must not be dropped by one of them (as happens when a stream's last
+// reference goes in OnDone).
+void Release(std::unique_ptr<Connection> connection) {
+  static Executor* const releaser = new Executor(
+      "release", 1, std::numeric_limits<size_t>::max());  // lives as long as the process
+  const bool queued = releaser->TryRun([connection = std::move(connection)] {});
+  (void)queued;  // the queue has no limit
+}
+
 }  // namespace
 
 // Shared by the backend and gRPC (until OnDone).
@@ -40,12 +59,13 @@ class GrpcExpertBackend::Stream final
     : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
       public std::enable_shared_from_this<Stream> {
  public:
-  Stream(const std::shared_ptr<grpc::Channel>& channel, Events events)
-      : stub_(channel), events_(std::move(events)) {}
+  Stream(std::unique_ptr<Connection> connection, Events events)
+      : connection_(std::move(connection)), events_(std::move(events)) {}
+  ~Stream() override { Release(std::move(connection_)); }
 
   void Start() {
     self_ = shared_from_this();
-    stub_.PrepareBidiStreamingCall(&context_, kMethod, {}, this);
+    connection_->stub.PrepareBidiStreamingCall(&connection_->context, kMethod, {}, this);
     StartRead(&incoming_);
     AddHold();  // for writes, which start outside reactions
     StartCall();
@@ -80,7 +100,7 @@ class GrpcExpertBackend::Stream final
   void Close() {
     absl::MutexLock lock(&mutex_);
     closing_ = true;
-    if (!ready_) context_.TryCancel();
+    if (!ready_) connection_->context.TryCancel();
     MaybeHalfClose();
   }
 
@@ -181,8 +201,7 @@ class GrpcExpertBackend::Stream final
     if (std::exchange(held_, false)) RemoveHold();
   }
 
-  grpc::TemplatedGenericStub<grpc::ByteBuffer, grpc::ByteBuffer> stub_;
-  grpc::ClientContext context_;
+  std::unique_ptr<Connection> connection_;
   const Events events_;
   std::shared_ptr<Stream> self_;  // until OnDone
   grpc::ByteBuffer incoming_;
@@ -201,8 +220,9 @@ class GrpcExpertBackend::Stream final
 
 absl::StatusOr<std::shared_ptr<GrpcExpertBackend>> GrpcExpertBackend::Connect(
     const std::string& address, Events events) {
-  ASSIGN_OR_RETURN(const std::shared_ptr<grpc::Channel> channel, MakeChannel(address));
-  auto stream = std::make_shared<Stream>(channel, std::move(events));
+  ASSIGN_OR_RETURN(std::shared_ptr<grpc::Channel> channel, MakeChannel(address));
+  auto stream =
+      std::make_shared<Stream>(std::make_unique<Connection>(std::move(channel)), std::move(events));
   stream->Start();
   return std::shared_ptr<GrpcExpertBackend>(new GrpcExpertBackend(std::move(stream)));
 }

@@ -38,7 +38,7 @@ absl::StatusOr<grpc::ByteBuffer> RunForward(const Router& router, const grpc::By
     return absl::FailedPreconditionError(absl::StrCat("model_fingerprint: expected ", fingerprint,
                                                       ", got ", request.model_fingerprint()));
   }
-  if (const uint64_t epoch = router.membership().epoch();
+  if (const uint64_t epoch = router.membership()->epoch();
       request.placement_epoch() != 0 && request.placement_epoch() != epoch) {
     return absl::FailedPreconditionError(
         absl::StrCat("placement_epoch: expected ", epoch, ", got ", request.placement_epoch()));
@@ -163,7 +163,7 @@ grpc::ServerUnaryReactor* MoeServiceImpl::GetModel(grpc::CallbackServerContext* 
 grpc::ServerUnaryReactor* MoeServiceImpl::GetCluster(grpc::CallbackServerContext* context,
                                                      const v1::GetClusterRequest*,
                                                      v1::GetClusterResponse* response) {
-  const Membership& membership = router_->membership();
+  const Membership& membership = *router_->membership();
   response->set_placement_epoch(membership.epoch());
   response->set_missing(membership.Missing());
   response->set_serving(response->missing().empty());

@@ -21,7 +21,7 @@ RouterServer::RouterServer(std::unique_ptr<Router> router, const RouterServerOpt
     : router_(std::move(router)),
       executor_("forward", options.threads, options.max_queued),
       moe_service_(router_.get(), &executor_),
-      cluster_service_(&router_->membership()) {}
+      cluster_service_(router_->membership()) {}
 
 absl::StatusOr<std::unique_ptr<RouterServer>> RouterServer::Start(
     std::shared_ptr<const Checkpoint> checkpoint, const RouterServerOptions& options) {
@@ -32,7 +32,7 @@ absl::StatusOr<std::unique_ptr<RouterServer>> RouterServer::Start(
                    StartServer(options.listen, {&server->moe_service_, &server->cluster_service_}));
   grpc::Server& grpc_server = *server->listening_.server;
   SetServing(grpc_server, {kClusterService}, true);
-  server->router_->membership().OnServingChange([&grpc_server](bool serving) {
+  server->router_->membership()->OnServingChange([&grpc_server](bool serving) {
     spdlog::info(serving ? "every expert has a server: serving"
                          : "experts are missing: not serving");
     // The whole server serves when the model can be computed.
@@ -46,7 +46,7 @@ absl::StatusOr<std::unique_ptr<RouterServer>> RouterServer::Start(
 
 void RouterServer::Shutdown(absl::Duration grace) {
   if (listening_.server == nullptr) return;
-  router_->membership().OnServingChange(nullptr);
+  router_->membership()->OnServingChange(nullptr);
   SetServing(*listening_.server, {kMoeService, kClusterService}, false);
   const absl::Time deadline = absl::Now() + grace;
   moe_service_.Drain(deadline);

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import socket
@@ -165,7 +164,3 @@ def children(process: Process) -> list[int]:
 
 def command_line(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:-1]
-
-
-def end_by_pid(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)

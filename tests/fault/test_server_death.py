@@ -73,7 +73,7 @@ def test_without_a_replica(processes):
 
 def test_in_the_middle_of_a_call(processes):
     router, servers, address = processes.by_hand(OLMOE, 2)
-    x = tokens(128, 8000)
+    x = tokens(128, 4000)
     failed = 0
     with expertmesh.Client(address) as client, ThreadPoolExecutor(1) as pool:
         start = time.monotonic()

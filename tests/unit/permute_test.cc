@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
+#include "common/model/contiguous_shard.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "router/placement/placement.h"
 
 namespace expertmesh {
 namespace {

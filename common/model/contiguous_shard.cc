@@ -1,4 +1,4 @@
-#include "router/placement/placement.h"
+#include "common/model/contiguous_shard.h"
 
 #include <algorithm>
 
