@@ -64,8 +64,8 @@ class Process:
         """HOST:PORT, from the line `listening HOST:PORT` or `ready HOST:PORT` that it prints once it serves."""
 
         def printed() -> str | None:
-            words = [line.split() for line in self.output.read_text().splitlines(keepends=True) if "\n" in line]
-            found = [line[1] for line in words if line[0] in ("listening", "ready")]
+            lines = self.output.read_text().rpartition("\n")[0].splitlines()  # whole ones
+            found = [line.split()[1] for line in lines if line.startswith(("listening ", "ready "))]
             assert found or self.running(), f"{self.name} ended before it served:\n{self.tail()}"
             return found[0] if found else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 
@@ -99,4 +100,8 @@ def test_killed_serve_leaves_no_children(processes):
     pids = children(serve)
     assert len(pids) == 3
     serve.kill()
-    wait_until("the children are gone", lambda: not any(map(exists, pids)), 5)
+    try:
+        wait_until("the children are gone", lambda: not any(map(exists, pids)), 5)
+    finally:
+        for pid in filter(exists, pids):
+            os.kill(pid, signal.SIGKILL)
