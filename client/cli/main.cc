@@ -1,4 +1,5 @@
 // expertmesh: the command for people.
+#include <cstdio>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,7 +24,7 @@ int Main(int argc, char** argv) {
       "with --help.");
   app.name("expertmesh");
   app.set_version_flag("--version", VersionText());
-  app.require_subcommand(1);
+  app.require_subcommand(0, 1);
   std::vector<std::pair<CLI::App*, Command>> commands;
   const auto add = [&](const char* name, const char* text, Command (*setup)(CLI::App&)) {
     CLI::App* command = app.add_subcommand(name, text);
@@ -36,6 +37,10 @@ int Main(int argc, char** argv) {
   add("health", "Exit 0 when the cluster serves, 1 when not, 2 when no router answers", AddHealth);
   add("demo", "Run recorded activations through every layer and check the answers", AddDemo);
   CLI11_PARSE(app, argc, argv);
+  if (app.get_subcommands().empty()) {
+    std::fputs(app.help().c_str(), stderr);
+    return kFailed;
+  }
   if (absl::Status status = InitProcess("expertmesh"); !status.ok()) return Fail(status);
   for (const auto& [command, run] : commands) {
     if (command->parsed()) return run();

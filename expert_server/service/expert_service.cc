@@ -50,28 +50,29 @@ class DispatchStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, gr
       : store_(store), executor_(executor) {}
 
   void Start() {
+    absl::MutexLock lock(&mutex_);
     self_ = shared_from_this();
     StartSendInitialMetadata();  // tells the router that it is connected
     StartRead(&incoming_);
   }
 
   void OnReadDone(bool ok) override {
-    if (!ok) {  // the router has closed its side, or is gone
+    grpc::ByteBuffer bytes;
+    {
       absl::MutexLock lock(&mutex_);
-      reads_done_ = true;
-      MaybeFinish();
-      return;
+      if (!ok) {  // the router has closed its side, or is gone
+        reads_done_ = true;
+        MaybeFinish();
+        return;
+      }
+      bytes.Swap(&incoming_);
+      ++under_way_;
     }
     auto work = std::make_shared<Work>();
-    absl::Status status = DecodeWithTensor(incoming_, "rows", &work->header, &work->rows);
-    incoming_.Clear();
+    absl::Status status = DecodeWithTensor(bytes, "rows", &work->header, &work->rows);
     const uint64_t round_id = work->header.round_id();
     if (work->header.timeout_us() > 0) {
       work->deadline = absl::Now() + absl::Microseconds(work->header.timeout_us());
-    }
-    {
-      absl::MutexLock lock(&mutex_);
-      ++under_way_;
     }
     if (status.ok() && !executor_->TryRun([self = shared_from_this(), work] {
           self->Send(Answer(work->header.round_id(), Compute(self->store_.load(), *work)));
@@ -80,6 +81,7 @@ class DispatchStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, gr
           absl::StrCat("the server's queue of ", executor_->max_queued(), " slices is full"));
     }
     if (!status.ok()) Send(Answer(round_id, status));
+    absl::MutexLock lock(&mutex_);
     StartRead(&incoming_);
   }
 
@@ -97,7 +99,11 @@ class DispatchStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, gr
     broken_ = true;
   }
 
-  void OnDone() override { self_.reset(); }
+  void OnDone() override {
+    std::shared_ptr<DispatchStream> self;  // until the end of this function
+    absl::MutexLock lock(&mutex_);
+    self = std::move(self_);
+  }
 
  private:
   // Answers one slice; on any thread.
@@ -128,10 +134,12 @@ class DispatchStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, gr
 
   const std::atomic<const ExpertStore*>& store_;
   Executor* const executor_;
-  std::shared_ptr<DispatchStream> self_;  // until OnDone
-  grpc::ByteBuffer incoming_;
 
+  // gRPC runs the reactions one after the other, but on different threads, and the executor's
+  // beside them.
   absl::Mutex mutex_;
+  std::shared_ptr<DispatchStream> self_ ABSL_GUARDED_BY(mutex_);  // until OnDone
+  grpc::ByteBuffer incoming_ ABSL_GUARDED_BY(mutex_);
   std::deque<grpc::ByteBuffer> outgoing_ ABSL_GUARDED_BY(mutex_);  // the first is being written
   int under_way_ ABSL_GUARDED_BY(mutex_) = 0;
   bool writing_ ABSL_GUARDED_BY(mutex_) = false;

@@ -47,8 +47,9 @@ class Router {
       std::shared_ptr<const Checkpoint> checkpoint, const std::string& numerics,
       const RouterOptions& options);
 
-  // Blocks until the result is there, the deadline has passed (DEADLINE_EXCEEDED), the caller gave
-  // up (CANCELLED), or it cannot be computed: INVALID_ARGUMENT naming the field; UNAVAILABLE naming
+  // Blocks until the result is there, the deadline has passed while experts compute
+  // (DEADLINE_EXCEEDED; while servers are awaited it is UNAVAILABLE), the caller gave up
+  // (CANCELLED), or it cannot be computed: INVALID_ARGUMENT naming the field; UNAVAILABLE naming
   // experts.
   absl::StatusOr<ForwardResult> Forward(const ForwardCall& call) const;
 

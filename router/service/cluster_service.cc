@@ -40,11 +40,13 @@ class RegisterStream final
       : membership_(std::move(membership)) {}
 
   void Start() {
+    absl::MutexLock lock(&mutex_);
     self_ = shared_from_this();
     StartRead(&request_);
   }
 
   void OnReadDone(bool ok) override {
+    absl::MutexLock lock(&mutex_);
     if (!ok) return End(grpc::Status::OK);
     if (ticket_ == 0) {
       if (absl::Status status = Register(); !status.ok()) return End(ToGrpcStatus(status));
@@ -54,25 +56,22 @@ class RegisterStream final
       return End(grpc::Status(grpc::StatusCode::INVALID_ARGUMENT,
                               "message: expected a heartbeat after the registration"));
     }
-    StartRead(&request_);
+    if (!ended_) StartRead(&request_);
   }
 
   void OnDone() override {
-    if (ticket_ != 0) {
-      spdlog::warn("server {} is gone", name_);
-      membership_->SetDown(ticket_);
-    }
-    std::shared_ptr<GrpcExpertBackend> backend;
-    {
-      absl::MutexLock lock(&mutex_);
-      backend = std::move(backend_);
-    }
-    if (backend != nullptr) backend->Close();
-    self_.reset();
+    std::shared_ptr<RegisterStream> self;  // until the end of this function
+    absl::MutexLock lock(&mutex_);
+    self = std::move(self_);
+    if (ticket_ == 0) return;
+    spdlog::warn("server {} is gone", name_);
+    membership_->SetDown(ticket_);
+    if (backend_ != nullptr) backend_->Close();
+    backend_ = nullptr;
   }
 
  private:
-  absl::Status Register() {
+  absl::Status Register() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (!request_.has_registration()) {
       return absl::InvalidArgumentError("message: expected a registration first");
     }
@@ -93,43 +92,41 @@ class RegisterStream final
         registration.address, {.on_ready = [self = shared_from_this()] { self->Ready(); },
                                .on_gone = [self = shared_from_this()] { self->Lost(); }});
     if (!backend.ok()) return backend.status();
-    absl::MutexLock lock(&mutex_);
     backend_ = *std::move(backend);
-    if (ready_) membership_->SetServing(ticket_, backend_);
     return absl::OkStatus();
   }
 
   // The Dispatch stream stands.
   void Ready() {
-    absl::MutexLock lock(&mutex_);
-    ready_ = true;
-    if (backend_ == nullptr) return;  // Register() has not returned yet and does it
+    absl::MutexLock lock(&mutex_);    // Register() has returned
+    if (backend_ == nullptr) return;  // the stream has ended meanwhile
     membership_->SetServing(ticket_, backend_);
     spdlog::info("server {} is serving", name_);
   }
 
   // The Dispatch stream broke or could not be made: the server has to register again.
   void Lost() {
+    absl::MutexLock lock(&mutex_);
     membership_->SetDown(ticket_);
     End(grpc::Status(grpc::StatusCode::UNAVAILABLE,
                      "the router lost its connection to the server"));
   }
 
-  void End(const grpc::Status& status) {
-    absl::MutexLock lock(&mutex_);
+  void End(const grpc::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (!std::exchange(ended_, true)) Finish(status);
   }
 
   const std::shared_ptr<Membership> membership_;
-  std::shared_ptr<RegisterStream> self_;  // until OnDone
-  v1::RegisterRequest request_;
-  v1::RegisterResponse response_;
-  std::string name_;
-  uint64_t ticket_ = 0;
 
+  // gRPC runs the reactions one after the other, but on different threads, and the backend's events
+  // beside them.
   absl::Mutex mutex_;
+  std::shared_ptr<RegisterStream> self_ ABSL_GUARDED_BY(mutex_);  // until OnDone
+  v1::RegisterRequest request_ ABSL_GUARDED_BY(mutex_);
+  v1::RegisterResponse response_ ABSL_GUARDED_BY(mutex_);
+  std::string name_ ABSL_GUARDED_BY(mutex_);
+  uint64_t ticket_ ABSL_GUARDED_BY(mutex_) = 0;
   std::shared_ptr<GrpcExpertBackend> backend_ ABSL_GUARDED_BY(mutex_);
-  bool ready_ ABSL_GUARDED_BY(mutex_) = false;
   bool ended_ ABSL_GUARDED_BY(mutex_) = false;
 };
 

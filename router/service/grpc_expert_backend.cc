@@ -64,6 +64,7 @@ class GrpcExpertBackend::Stream final
   ~Stream() override { Release(std::move(connection_)); }
 
   void Start() {
+    absl::MutexLock lock(&mutex_);
     self_ = shared_from_this();
     connection_->stub.PrepareBidiStreamingCall(&connection_->context, kMethod, {}, this);
     StartRead(&incoming_);
@@ -115,16 +116,19 @@ class GrpcExpertBackend::Stream final
   }
 
   void OnReadDone(bool ok) override {
-    if (!ok) {
+    grpc::ByteBuffer bytes;
+    {
       absl::MutexLock lock(&mutex_);
-      ended_ = true;
-      ReleaseHold();
-      return;
+      if (!ok) {
+        ended_ = true;
+        ReleaseHold();
+        return;
+      }
+      bytes.Swap(&incoming_);
     }
     v1::DispatchResponse header;
     Tensor rows;
-    const absl::Status status = DecodeWithTensor(incoming_, "rows", &header, &rows);
-    incoming_.Clear();
+    const absl::Status status = DecodeWithTensor(bytes, "rows", &header, &rows);
     Done done;
     {
       absl::MutexLock lock(&mutex_);
@@ -146,6 +150,7 @@ class GrpcExpertBackend::Stream final
         std::move(done)(std::move(rows));
       }
     }
+    absl::MutexLock lock(&mutex_);
     StartRead(&incoming_);
   }
 
@@ -163,9 +168,11 @@ class GrpcExpertBackend::Stream final
   }
 
   void OnDone(const grpc::Status& status) override {
+    std::shared_ptr<Stream> self;  // until the end of this function
     std::map<uint64_t, Pending> pending;
     {
       absl::MutexLock lock(&mutex_);
+      self = std::move(self_);
       ended_ = true;
       pending.swap(pending_);
     }
@@ -173,7 +180,6 @@ class GrpcExpertBackend::Stream final
         "its stream broke", status.ok() ? std::string() : ": " + status.error_message()));
     for (auto& [round_id, one] : pending) std::move(one.done)(reason);
     events_.on_gone();
-    self_.reset();
   }
 
  private:
@@ -203,10 +209,12 @@ class GrpcExpertBackend::Stream final
 
   std::unique_ptr<Connection> connection_;
   const Events events_;
-  std::shared_ptr<Stream> self_;  // until OnDone
-  grpc::ByteBuffer incoming_;
 
+  // gRPC runs the reactions one after the other, but on different threads, and Dispatch beside
+  // them.
   absl::Mutex mutex_;
+  std::shared_ptr<Stream> self_ ABSL_GUARDED_BY(mutex_);  // until OnDone
+  grpc::ByteBuffer incoming_ ABSL_GUARDED_BY(mutex_);
   std::deque<grpc::ByteBuffer> outgoing_ ABSL_GUARDED_BY(mutex_);  // the first is being written
   std::map<uint64_t, Pending> pending_ ABSL_GUARDED_BY(mutex_);
   uint64_t next_round_ ABSL_GUARDED_BY(mutex_) = 1;

@@ -18,6 +18,7 @@
 #include "common/status.h"
 #include "expert_server/service/expert_server.h"
 #include "router/service/router_server.h"
+#include "tests/random_tensor.h"
 
 namespace expertmesh {
 namespace {
@@ -90,10 +91,7 @@ class Cluster {
 
 Tensor RandomRows(DType dtype, int64_t tokens, int64_t hidden_size, uint32_t seed) {
   std::mt19937 rng(seed);
-  std::normal_distribution<float> normal(0, 1);
-  Tensor rows(dtype, {tokens, hidden_size});
-  for (int64_t i = 0; i < rows.num_elements(); ++i) StoreFloat(dtype, rows.data(), i, normal(rng));
-  return rows;
+  return RandomTensor(dtype, {tokens, hidden_size}, 1.0f, rng);
 }
 
 Tensor Slice(const Tensor& rows, int64_t begin, int64_t count) {

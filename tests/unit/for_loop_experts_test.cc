@@ -1,6 +1,6 @@
 // ForLoopExperts against a restatement of the bit contract that knows nothing of it: every fused
 // multiply-add by libm's fma on the thread's own floating-point environment, in the order that
-// DESIGN fixes.
+// the weight format fixes.
 #include <gtest/gtest.h>
 #include <xmmintrin.h>
 
@@ -11,6 +11,7 @@
 
 #include "common/numerics/math.h"
 #include "expert_server/engine/experts.h"
+#include "tests/random_tensor.h"
 
 namespace expertmesh {
 namespace {
@@ -19,15 +20,6 @@ struct Shape {
   int64_t hidden_size;
   int64_t intermediate_size;
 };
-
-Tensor RandomTensor(DType dtype, std::vector<int64_t> shape, float scale, std::mt19937& rng) {
-  Tensor tensor(dtype, std::move(shape));
-  std::normal_distribution<float> normal(0, scale);
-  for (int64_t i = 0; i < tensor.num_elements(); ++i) {
-    StoreFloat(dtype, tensor.data(), i, normal(rng));
-  }
-  return tensor;
-}
 
 // One chain, by the order of the weight format.
 float Chain(const std::vector<float>& x, const Tensor& weights, int64_t n) {

@@ -32,6 +32,7 @@
 #include "common/text.h"
 #include "expert_server/engine/expert_store.h"
 #include "nlohmann/json.hpp"
+#include "tests/random_tensor.h"
 
 namespace expertmesh {
 namespace {
@@ -47,15 +48,6 @@ constexpr int32_t kTopK = 3;          // K
 constexpr int32_t kLayers = 2;
 constexpr int32_t kLayer = 1;  // the one that is called
 constexpr char kNumerics[] = "numerics-1";
-
-Tensor RandomTensor(DType dtype, std::vector<int64_t> shape, float scale, std::mt19937& rng) {
-  Tensor tensor(dtype, std::move(shape));
-  std::normal_distribution<float> normal(0, scale);
-  for (int64_t i = 0; i < tensor.num_elements(); ++i) {
-    StoreFloat(dtype, tensor.data(), i, normal(rng));
-  }
-  return tensor;
-}
 
 // Writes a model folder with random weights, opens it, and removes it again.
 std::shared_ptr<const Checkpoint> MakeModel(DType weights) {
