@@ -154,6 +154,36 @@ TEST(ForLoopExperts, DenormalProductsAreZero) {
   EXPECT_LT(zeros, 256);
 }
 
+// An odd width is padded with a zero product, which turns a sum that was flushed to -0 into +0.
+TEST(ForLoopExperts, OddWidthsArePaddedWithAZeroProduct) {
+  ExpertDescriptor descriptor;
+  descriptor.hidden_size = 2;
+  descriptor.intermediate_size = 3;
+  const auto bf16 = [](std::vector<int64_t> shape, const std::vector<float>& values) {
+    Tensor tensor(DType::kBF16, std::move(shape));
+    for (size_t i = 0; i < values.size(); ++i)
+      StoreFloat(DType::kBF16, tensor.data(), i, values[i]);
+    return tensor;
+  };
+  // With x = (1, 0): g = (0, 1, 0), u = (1, -1e-20, 1), so h = (0, -7.3e-21, 0).
+  std::vector<ExpertWeights> experts(1);
+  experts[0].gate_up = bf16({6, 2}, {0, 0, 1, 0, 0, 0, 1, 0, -1e-20f, 0, 1, 0});
+  // Chain over k = 1, 0, padding, 2: -7.3e-41 is flushed to -0, -0 added, +0 added, -0 added.
+  experts[0].down = bf16({2, 3}, {-1, 1e-20f, -1, -1, 1e-20f, -1});
+  auto engine = MakeForLoopExperts(descriptor, std::move(experts));
+  ASSERT_TRUE(engine.ok());
+  ASSERT_TRUE((*engine)->Prepare().ok());
+  Tensor rows(DType::kF32, {1, 2});
+  rows.as<float>()[0] = 1;
+  rows.as<float>()[1] = 0;
+  const std::vector<int32_t> ids = {0}, gather = {0};
+  const std::vector<int64_t> m_sizes = {1};
+  Tensor output(DType::kF32, {1, 2});
+  ASSERT_TRUE((*engine)->Forward({rows, ids, m_sizes, gather}, output.data()).ok());
+  EXPECT_EQ(output.as<uint32_t>()[0], 0u) << "the sign of zero";
+  EXPECT_EQ(output.as<uint32_t>()[1], 0u) << "the sign of zero";
+}
+
 TEST(ForLoopExperts, RefusesBatchesThatDoNotFit) {
   const Tensor rows(DType::kF32, {2, 4});
   const std::vector<int32_t> ids = {0};
