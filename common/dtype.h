@@ -51,6 +51,12 @@ inline bool IsActivationDType(DType dtype) {
   return dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16;
 }
 
+// Dtype of the rows that experts return for a request's dtype: fp32 requests and f16 ones, which
+// are computed as fp32, get F32.
+inline DType ReplyDType(DType request) {
+  return request == DType::kBF16 ? DType::kBF16 : DType::kF32;
+}
+
 // Conversions. Bit patterns in, bit patterns out; independent of the floating-point environment, so
 // they mean the same on every thread.
 

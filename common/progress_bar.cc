@@ -15,6 +15,7 @@ ProgressBar::ProgressBar(const std::string& what)
       shown_(start_) {}
 
 void ProgressBar::Update(int64_t done, int64_t total) {
+  begun_ = true;
   done_ = done;
   const Clock::time_point now = Clock::now();
   if (!terminal_ || (now - shown_ < std::chrono::milliseconds(100) && done < total)) return;
@@ -31,6 +32,7 @@ void ProgressBar::Update(int64_t done, int64_t total) {
 }
 
 void ProgressBar::Finish() {
+  if (!begun_) return;
   const double seconds =
       std::max(1e-3, std::chrono::duration<double>(Clock::now() - start_).count());
   std::fprintf(stderr, "%s%s: %.1f MiB in %.2f s (%.1f MiB/s)\n", terminal_ ? "\n" : "",

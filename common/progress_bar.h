@@ -14,7 +14,7 @@ class ProgressBar {
   explicit ProgressBar(const std::string& what);
   // Shows how much is done, in bytes, with rate and remaining time; at most ten times a second.
   void Update(int64_t done, int64_t total);
-  // Ends the line and says how much was done in what time.
+  // Ends the line and says how much was done in what time; nothing if nothing was begun.
   void Finish();
 
  private:
@@ -24,6 +24,7 @@ class ProgressBar {
   const Clock::time_point start_;
   Clock::time_point shown_;
   int64_t done_ = 0;
+  bool begun_ = false;  // Update() was called
 };
 
 }  // namespace expertmesh

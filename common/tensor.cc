@@ -19,7 +19,9 @@ int64_t NumElements(absl::Span<const int64_t> shape) {
 }
 
 std::string ShapeToString(absl::Span<const int64_t> shape) {
-  return absl::StrCat("[", absl::StrJoin(shape, ", "), "]");
+  constexpr size_t kShown = 8;
+  return absl::StrCat("[", absl::StrJoin(shape.subspan(0, kShown), ", "),
+                      shape.size() > kShown ? ", ...]" : "]");
 }
 
 Tensor::Tensor(DType dtype, std::vector<int64_t> shape)

@@ -15,7 +15,7 @@ namespace expertmesh {
 // Product of the extents, or -1 if one is negative or the product does not fit in int64.
 int64_t NumElements(absl::Span<const int64_t> shape);
 
-// "[2, 3]".
+// "[2, 3]"; what comes after the eighth extent is left out.
 std::string ShapeToString(absl::Span<const int64_t> shape);
 
 // Owns (or shares the ownership of) its memory, aligned to kAlignment bytes; the memory is not

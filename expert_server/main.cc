@@ -1,11 +1,8 @@
 // expertmesh-expert-server: holds one shard of a model's experts.
-#include <signal.h>
 #include <spdlog/spdlog.h>
-#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <cstdio>
-#include <cstdlib>
 #include <string>
 #include <thread>
 
@@ -59,7 +56,12 @@ int Main(int argc, char** argv) {
       ->capture_default_str()
       ->check(CLI::Range(1, 1024));
   app.add_option("--queue", options.max_queued, "slices that may wait for a thread")
-      ->capture_default_str();
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1 << 20));
+  app.add_option("--max-message-bytes", options.channel.max_message_bytes,
+                 "largest message in either direction; the same on the routers")
+      ->capture_default_str()
+      ->check(CLI::Range(1 << 16, INT32_MAX));
   app.add_option("--grace", grace_seconds, "seconds to finish what is under way after SIGTERM")
       ->capture_default_str()
       ->check(CLI::NonNegativeNumber);
@@ -67,44 +69,30 @@ int Main(int argc, char** argv) {
   ParseShard(shard, &options.shard, &options.num_shards);
 
   if (absl::Status status = InitProcess("expert-server"); !status.ok()) return Fail(status);
-  BlockStopSignals();
-  // A stop signal during a long load ends the process at once: nothing is under way yet.
-  std::atomic<bool> serving = false;
-  std::atomic<int> exit_code = 0;
+  StopSignals stop;
   spdlog::info("expertmesh-expert-server {}: model {}, shard {}/{}, {} threads", VersionText(),
                model, options.shard, options.num_shards, options.threads);
-  std::thread early_stop([&serving, &exit_code] {
-    WaitForStopSignal();
-    if (!serving) std::_Exit(exit_code);  // not 0 where the router was quick to refuse
-  });
   std::unique_ptr<ExpertServer> server;
   {
     const absl::StatusOr<std::shared_ptr<const Checkpoint>> checkpoint = Checkpoint::Open(model);
-    if (!checkpoint.ok()) {
-      early_stop.detach();
-      return Fail(checkpoint.status());
-    }
+    if (!checkpoint.ok()) return Fail(checkpoint.status());
     ProgressBar bar("loading experts");
     absl::StatusOr<std::unique_ptr<ExpertServer>> started = ExpertServer::Start(
         **checkpoint, options,
         [&bar](const LoadProgress& load) { bar.Update(load.bytes_done, load.bytes_total); },
-        [&exit_code](const absl::Status& status) {
+        [&stop](const absl::Status& status) {
           spdlog::error("the router refuses this server: {}", std::string(status.message()));
-          exit_code = 1;
-          kill(getpid(), SIGTERM);
+          stop.Stop(/*exit_code=*/1);
         });
     bar.Finish();
-    if (!started.ok()) {
-      early_stop.detach();
-      return Fail(started.status());
-    }
+    if (!started.ok()) return Fail(started.status());
     server = *std::move(started);
   }
-  serving = true;
+  stop.Ready();
   spdlog::info("serving on {}", server->address());
   std::printf("listening %s\n", server->address().c_str());
   std::fflush(stdout);
-  early_stop.join();
+  const int exit_code = stop.Wait();
   spdlog::info("stopping");
   server->Shutdown(absl::Seconds(grace_seconds));
   return exit_code;

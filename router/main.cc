@@ -27,7 +27,16 @@ int Main(int argc, char** argv) {
       ->capture_default_str()
       ->check(CLI::Range(1, 1024));
   app.add_option("--queue", options.max_queued, "requests that may wait for a thread")
-      ->capture_default_str();
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1 << 20));
+  app.add_option("--queue-bytes", options.max_queued_bytes,
+                 "bytes of the requests that wait or are under way; one more is always let in")
+      ->capture_default_str()
+      ->check(CLI::NonNegativeNumber);
+  app.add_option("--max-message-bytes", options.channel.max_message_bytes,
+                 "largest message in either direction; the same on servers and clients")
+      ->capture_default_str()
+      ->check(CLI::Range(1 << 16, INT32_MAX));
   app.add_option("--startup-grace", startup_grace_seconds,
                  "seconds from the start in which calls wait for servers that have not come yet")
       ->capture_default_str()
@@ -43,20 +52,21 @@ int Main(int argc, char** argv) {
     return 1;
   };
   if (absl::Status status = InitProcess("router"); !status.ok()) return fail(status);
-  BlockStopSignals();
+  StopSignals stop;
   spdlog::info("expertmesh-router {}: model {}", VersionText(), model);
   absl::StatusOr<std::shared_ptr<const Checkpoint>> checkpoint = Checkpoint::Open(model);
   if (!checkpoint.ok()) return fail(checkpoint.status());
   absl::StatusOr<std::unique_ptr<RouterServer>> server =
       RouterServer::Start(*std::move(checkpoint), options);
   if (!server.ok()) return fail(server.status());
+  stop.Ready();
   spdlog::info("listening on {}", (*server)->address());
   std::printf("listening %s\n", (*server)->address().c_str());
   std::fflush(stdout);
-  WaitForStopSignal();
+  const int exit_code = stop.Wait();
   spdlog::info("stopping");
   (*server)->Shutdown(absl::Seconds(grace_seconds));
-  return 0;
+  return exit_code;
 }
 
 }  // namespace

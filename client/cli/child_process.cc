@@ -20,6 +20,9 @@ absl::StatusOr<ChildProcess> ChildProcess::Start(const std::vector<std::string>&
   std::vector<char*> arguments;
   for (const std::string& argument : argv) arguments.push_back(const_cast<char*>(argument.c_str()));
   arguments.push_back(nullptr);
+  if (access(argv[0].c_str(), X_OK) != 0) {
+    return absl::NotFoundError(absl::StrCat("cannot start ", argv[0], ": ", strerror(errno)));
+  }
   int ends[2] = {-1, -1};
   if (capture ? pipe2(ends, O_CLOEXEC) != 0
               : (ends[1] = open("/dev/null", O_WRONLY | O_CLOEXEC)) < 0) {
@@ -53,6 +56,7 @@ ChildProcess& ChildProcess::operator=(ChildProcess&& other) noexcept {
   std::swap(pid_, other.pid_);
   std::swap(output_, other.output_);
   std::swap(ended_, other.ended_);
+  std::swap(line_, other.line_);
   return *this;
 }
 
@@ -78,7 +82,6 @@ void ChildProcess::Signal(int number) {
 }
 
 absl::StatusOr<std::string> ChildProcess::ReadLine(absl::Time deadline) {
-  std::string line;
   while (true) {
     pollfd poll_fd = {output_, POLLIN, 0};
     const int64_t left = absl::ToInt64Milliseconds(deadline - absl::Now());
@@ -88,8 +91,8 @@ absl::StatusOr<std::string> ChildProcess::ReadLine(absl::Time deadline) {
     if (ready <= 0) return absl::DeadlineExceededError("it printed nothing in time");
     char c;
     if (read(output_, &c, 1) != 1) return absl::UnavailableError("it closed its standard output");
-    if (c == '\n') return line;
-    line.push_back(c);
+    if (c == '\n') return std::exchange(line_, "");
+    line_.push_back(c);
   }
 }
 

@@ -99,7 +99,12 @@ absl::Status Run(const Options& options) {
     }
     std::vector<int64_t> load(layer.num_experts());
     for (int64_t i = 0; i < result.topk_ids.num_elements(); ++i) {
-      ++load[result.topk_ids.as<int32_t>()[i]];
+      const int32_t expert = result.topk_ids.as<int32_t>()[i];
+      if (expert < 0 || expert >= layer.num_experts()) {
+        return absl::InternalError(
+            absl::StrCat("the router answered with expert ", expert, " of ", layer.num_experts()));
+      }
+      ++load[expert];
     }
     const int64_t tokens = result.output.dim(0);
     const double mean = static_cast<double>(tokens * layer.top_k()) / layer.num_experts();

@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "client/cli/child_process.h"
@@ -60,7 +61,7 @@ class Supervisor {
     absl::Status status = StartAll();
     bool ready = false;
     std::unique_ptr<Client> client;
-    if (status.ok()) {
+    if (status.ok() && !stopped_) {
       absl::StatusOr<std::unique_ptr<Client>> made =
           Client::Create(router_address_, {.timeout = absl::Seconds(1)});
       if (made.ok()) {
@@ -69,7 +70,7 @@ class Supervisor {
         status = made.status();
       }
     }
-    while (status.ok() && !StopRequested(kPoll)) {
+    while (status.ok() && !stopped_ && !StopRequested(kPoll)) {
       status = Watch(ready);
       if (!status.ok() || ready) continue;
       const absl::StatusOr<bool> serving = client->IsServing();
@@ -92,6 +93,13 @@ class Supervisor {
     return number == SIGTERM || number == SIGINT;
   }
 
+  // IPv6 addresses in brackets.
+  std::string Address(int port) const {
+    const bool v6 = absl::StrContains(options_.host, ':') && options_.host.front() != '[';
+    return v6 ? absl::StrCat("[", options_.host, "]:", port)
+              : absl::StrCat(options_.host, ":", port);
+  }
+
   absl::Status StartAll() {
     std::error_code error;
     const std::filesystem::path self = std::filesystem::read_symlink("/proc/self/exe", error);
@@ -102,11 +110,20 @@ class Supervisor {
                    "--model",
                    options_.model,
                    "--listen",
-                   absl::StrCat(options_.host, ":", options_.port),
+                   Address(options_.port),
                    "--grace",
                    absl::StrCat(options_.grace_seconds)};
     RETURN_IF_ERROR(StartOne(router, /*capture=*/true));
-    const absl::StatusOr<std::string> line = router.process->ReadLine(absl::Now() + kRouterStart);
+    absl::StatusOr<std::string> line = absl::DeadlineExceededError("");
+    const absl::Time give_up = absl::Now() + kRouterStart;
+    while (absl::IsDeadlineExceeded(line.status()) && absl::Now() < give_up) {
+      if (StopRequested(absl::ZeroDuration())) {
+        stopped_ = true;
+        services_.push_back(std::move(router));
+        return absl::OkStatus();
+      }
+      line = router.process->ReadLine(absl::Now() + kPoll);
+    }
     if (!line.ok()) {
       return absl::UnavailableError("the router did not start: see its message above");
     }
@@ -123,19 +140,11 @@ class Supervisor {
                                                  : 7080;
       Service server;
       server.name = absl::StrCat("server-", i);
-      server.argv = {folder + "/expertmesh-expert-server",
-                     "--model",
-                     options_.model,
-                     "--listen",
-                     absl::StrCat(options_.host, ":", base == 0 ? 0 : base + i),
-                     "--router",
-                     router_address_,
-                     "--shard",
-                     absl::StrCat(i, "/", options_.servers),
-                     "--threads",
-                     absl::StrCat(threads),
-                     "--grace",
-                     absl::StrCat(options_.grace_seconds)};
+      server.argv = {
+          folder + "/expertmesh-expert-server",   "--model",   options_.model,        "--listen",
+          Address(base == 0 ? 0 : base + i),      "--router",  router_address_,       "--shard",
+          absl::StrCat(i, "/", options_.servers), "--threads", absl::StrCat(threads), "--grace",
+          absl::StrCat(options_.grace_seconds)};
       RETURN_IF_ERROR(StartOne(server, /*capture=*/false));
       services_.push_back(std::move(server));
     }
@@ -194,6 +203,7 @@ class Supervisor {
   const Options options_;
   sigset_t signals_;
   std::string router_address_;
+  bool stopped_ = false;           // before everything was started
   std::vector<Service> services_;  // the router first
 };
 
@@ -206,7 +216,9 @@ Command AddServe(CLI::App& app) {
       "Ctrl-C.\n"
       "Prints \"ready HOST:PORT\" alone on a line of standard output when all is loaded; logs go "
       "to\n"
-      "standard error. A child that dies is started again.");
+      "standard error. A child that dies is started again, once the cluster has been ready; before "
+      "that it\n"
+      "ends the command.");
   app.add_option("--model", options->model, "Hugging Face model folder")->required();
   app.add_option("--servers", options->servers, "number of expert servers")
       ->capture_default_str()

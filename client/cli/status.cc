@@ -103,9 +103,12 @@ Command AddHealth(CLI::App& app) {
   auto options = std::make_shared<Options>();
   AddRouterOptions(app, &options->router, &options->timeout_seconds);
   return [options] {
-    auto client = Connect(*options);
-    if (!client.ok()) return Fail(client.status());
-    const absl::StatusOr<bool> serving = (*client)->IsServing();
+    absl::StatusOr<bool> serving = false;
+    if (auto client = Connect(*options); client.ok()) {
+      serving = (*client)->IsServing();
+    } else {
+      serving = client.status();
+    }
     if (!serving.ok()) {
       Fail(serving.status());
       return static_cast<int>(kUnreachable);

@@ -43,6 +43,10 @@ class GrpcClient final : public Client {
 
   absl::StatusOr<MoeOutput> Forward(int32_t layer, const Tensor& hidden_states) override {
     const absl::Time deadline = absl::Now() + options_.timeout;
+    if (!IsActivationDType(hidden_states.dtype())) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "hidden_states.dtype: expected F32, BF16 or F16, got ", NameOf(hidden_states.dtype())));
+    }
     if (hidden_states.shape().size() != 2) {
       return absl::InvalidArgumentError(absl::StrCat("hidden_states.shape: expected [T, D], got ",
                                                      ShapeToString(hidden_states.shape())));
@@ -50,7 +54,7 @@ class GrpcClient final : public Client {
     const int64_t tokens = hidden_states.dim(0);
     const int64_t row_bytes = hidden_states.dim(1) * BytesOf(hidden_states.dtype());
     if (tokens == 0 || tokens * row_bytes + kHeaderBytes <= options_.max_message_bytes / 2) {
-      return ForwardOnce(layer, hidden_states, deadline);
+      return ForwardOnce(layer, hidden_states, /*first_row=*/0, deadline);
     }
     // The reply has ids and weights beside the output; half the limit leaves room for any top_k up
     // to D.
@@ -62,10 +66,14 @@ class GrpcClient final : public Client {
       const int64_t count = std::min(rows, tokens - begin);
       Tensor part(hidden_states.dtype(), {count, hidden_states.dim(1)});
       std::memcpy(part.data(), hidden_states.data() + begin * row_bytes, part.num_bytes());
-      ASSIGN_OR_RETURN(const MoeOutput one, ForwardOnce(layer, part, deadline));
+      ASSIGN_OR_RETURN(const MoeOutput one, ForwardOnce(layer, part, begin, deadline));
       if (begin == 0) {
         whole.topk_ids = Tensor(DType::kI32, {tokens, one.topk_ids.dim(1)});
         whole.topk_weights = Tensor(DType::kF32, {tokens, one.topk_weights.dim(1)});
+      }
+      if (one.topk_ids.dim(1) != whole.topk_ids.dim(1)) {
+        return absl::InternalError(
+            "malformed reply of the router: top_k changes from part to part");
       }
       PutRows(one.output, begin, &whole.output);
       PutRows(one.topk_ids, begin, &whole.topk_ids);
@@ -116,9 +124,10 @@ class GrpcClient final : public Client {
   }
 
   absl::StatusOr<MoeOutput> ForwardOnce(int32_t layer, const Tensor& hidden_states,
-                                        absl::Time deadline) {
+                                        int64_t first_row, absl::Time deadline) {
     v1::ForwardRequest request;
     request.set_layer(layer);
+    request.set_first_row(first_row);
     grpc::ClientContext context;
     Prepare(&context, deadline, /*wait_for_ready=*/true);
     const grpc::ByteBuffer request_bytes = EncodeWithTensor(request, hidden_states);
@@ -132,11 +141,33 @@ class GrpcClient final : public Client {
                             });
     done.WaitForNotification();
     RETURN_IF_ERROR(Describe(status));
+    absl::StatusOr<MoeOutput> output = Decode(response_bytes, hidden_states);
+    if (!output.ok()) {  // the router's fault, not the caller's
+      return absl::InternalError(
+          absl::StrCat("malformed reply of the router: ", std::string(output.status().message())));
+    }
+    return output;
+  }
+
+  static absl::StatusOr<MoeOutput> Decode(const grpc::ByteBuffer& bytes,
+                                          const Tensor& hidden_states) {
     v1::ForwardResponse response;
     MoeOutput output;
-    RETURN_IF_ERROR(DecodeWithTensor(response_bytes, "output", &response, &output.output));
+    RETURN_IF_ERROR(DecodeWithTensor(bytes, "output", &response, &output.output));
     ASSIGN_OR_RETURN(output.topk_ids, FromProto(response.topk_ids(), "topk_ids"));
     ASSIGN_OR_RETURN(output.topk_weights, FromProto(response.topk_weights(), "topk_weights"));
+    const auto check = [](const char* field, const Tensor& tensor, DType dtype,
+                          const std::vector<int64_t>& shape) {
+      if (tensor.dtype() == dtype && tensor.shape() == shape) return absl::OkStatus();
+      return absl::InternalError(
+          absl::StrCat(field, ": expected ", NameOf(dtype), " ", ShapeToString(shape), ", got ",
+                       NameOf(tensor.dtype()), " ", ShapeToString(tensor.shape())));
+    };
+    RETURN_IF_ERROR(check("output", output.output, hidden_states.dtype(), hidden_states.shape()));
+    const int64_t top_k = output.topk_ids.shape().size() == 2 ? output.topk_ids.dim(1) : 0;
+    const std::vector<int64_t> slots = {hidden_states.dim(0), top_k};
+    RETURN_IF_ERROR(check("topk_ids", output.topk_ids, DType::kI32, slots));
+    RETURN_IF_ERROR(check("topk_weights", output.topk_weights, DType::kF32, slots));
     return output;
   }
 

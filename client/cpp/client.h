@@ -15,8 +15,9 @@ namespace expertmesh {
 struct ClientOptions {
   // Time limit of a call, waiting for a router that is not up yet included. Default 30 s.
   absl::Duration timeout = absl::Seconds(30);
-  // Largest message in either direction; a forward whose request or reply would be larger is split
-  // by rows, which changes no bit. Default and usual limit of the routers: 64 MiB.
+  // Largest message in either direction; a forward whose request is larger than half of it (the
+  // reply is larger than the request) is split by rows, which changes no bit. Default and usual
+  // limit of the routers: 64 MiB.
   int max_message_bytes = 64 << 20;
 };
 
@@ -31,7 +32,8 @@ struct MoeOutput {
 // experts without a server), INVALID_ARGUMENT (named field), ...
 class Client {
  public:
-  // `routers`: "HOST:PORT[,HOST:PORT]"; any of them will do. Connects on the first call.
+  // `routers`: "HOST:PORT[,HOST:PORT]"; any of them will do. Connects on the first call;
+  // several names are resolved here.
   static absl::StatusOr<std::unique_ptr<Client>> Create(const std::string& routers,
                                                         const ClientOptions& options = {});
   virtual ~Client() = default;

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "common/status.h"
@@ -21,36 +22,72 @@ constexpr int kKeepaliveTimeMs = 10'000;
 constexpr int kKeepaliveTimeoutMs = 5'000;
 constexpr int kMinPingIntervalMs = 5'000;
 
-// "HOST:PORT" as gRPC's ipv4: and ipv6: targets want it: numeric.
-absl::StatusOr<std::vector<std::string>> Resolve(const std::string& address, bool* ipv6) {
+// How long one attempt to connect may take; gRPC calls this the minimal back-off.
+constexpr int kConnectTimeoutMs = 5'000;
+
+struct HostPort {
+  std::string host;  // without brackets
+  std::string port;
+};
+
+absl::StatusOr<HostPort> Parse(const std::string& address) {
   const size_t colon = address.rfind(':');
-  if (colon == std::string::npos || colon == 0 || colon + 1 == address.size()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("address: expected HOST:PORT, got \"", address, "\""));
-  }
-  std::string host = address.substr(0, colon);
-  if (host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);
-  const std::string port = address.substr(colon + 1);
-  addrinfo hints = {};
-  hints.ai_socktype = SOCK_STREAM;
-  addrinfo* found = nullptr;
-  if (const int error = getaddrinfo(host.c_str(), port.c_str(), &hints, &found); error != 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("address: cannot resolve \"", address, "\": ", gai_strerror(error)));
-  }
-  std::vector<std::string> v4, v6;
-  for (const addrinfo* a = found; a != nullptr; a = a->ai_next) {
-    char numeric[NI_MAXHOST];
-    if (getnameinfo(a->ai_addr, a->ai_addrlen, numeric, sizeof(numeric), nullptr, 0,
-                    NI_NUMERICHOST) != 0) {
-      continue;
+  if (colon != std::string::npos && colon > 0) {
+    HostPort parsed = {address.substr(0, colon), address.substr(colon + 1)};
+    const bool brackets =
+        parsed.host.size() > 2 && parsed.host.front() == '[' && parsed.host.back() == ']';
+    if (brackets) parsed.host = parsed.host.substr(1, parsed.host.size() - 2);
+    int port = -1;
+    if ((brackets || !absl::StrContains(parsed.host, ':')) &&
+        absl::SimpleAtoi(parsed.port, &port) && port >= 0 && port <= 65535) {
+      return parsed;
     }
-    if (a->ai_family == AF_INET) v4.push_back(absl::StrCat(numeric, ":", port));
-    if (a->ai_family == AF_INET6) v6.push_back(absl::StrCat("[", numeric, "]:", port));
   }
-  freeaddrinfo(found);
-  *ipv6 = v4.empty();
-  return *ipv6 ? v6 : v4;
+  return absl::InvalidArgumentError(absl::StrCat(
+      "address: expected HOST:PORT with a port from 0 to 65535 (IPv6 as [ADDRESS]:PORT), got \"",
+      address, "\""));
+}
+
+// The addresses of several routers, as gRPC's ipv4: and ipv6: targets want them: numeric.
+// UNAVAILABLE when a name does not resolve (now).
+absl::StatusOr<std::string> ResolveAll(const std::vector<HostPort>& addresses) {
+  std::vector<std::string> v4, v6;
+  for (const HostPort& address : addresses) {
+    addrinfo hints = {};
+    hints.ai_socktype = SOCK_STREAM;
+    addrinfo* found = nullptr;
+    const int error = getaddrinfo(address.host.c_str(), address.port.c_str(), &hints, &found);
+    if (error != 0) {
+      return absl::UnavailableError(
+          absl::StrCat("address: cannot resolve \"", address.host, "\": ", gai_strerror(error)));
+    }
+    // One of each router: the first IPv4 address, else the first of all.
+    const addrinfo* chosen = found;
+    for (const addrinfo* a = found; a != nullptr; a = a->ai_next) {
+      if (a->ai_family == AF_INET) {
+        chosen = a;
+        break;
+      }
+    }
+    char numeric[NI_MAXHOST];
+    const int failed = getnameinfo(chosen->ai_addr, chosen->ai_addrlen, numeric, sizeof(numeric),
+                                   nullptr, 0, NI_NUMERICHOST);
+    const bool is_v4 = chosen->ai_family == AF_INET;
+    freeaddrinfo(found);
+    if (failed != 0) {
+      return absl::UnavailableError(absl::StrCat("address: cannot resolve \"", address.host, "\""));
+    }
+    if (is_v4) {
+      v4.push_back(absl::StrCat(numeric, ":", address.port));
+    } else {
+      v6.push_back(absl::StrCat("[", numeric, "]:", address.port));
+    }
+  }
+  if (!v4.empty() && !v6.empty()) {
+    return absl::InvalidArgumentError("address: IPv4 and IPv6 cannot be mixed");
+  }
+  return v6.empty() ? absl::StrCat("ipv4:", absl::StrJoin(v4, ","))
+                    : absl::StrCat("ipv6:", absl::StrJoin(v6, ","));
 }
 
 }  // namespace
@@ -65,30 +102,20 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> MakeChannel(const std::string& ad
   args.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   args.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   args.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
-  args.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 100);
+  args.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, kConnectTimeoutMs);
   args.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1'000);
   // Loopback and cluster addresses never go through a proxy of the environment.
   args.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
-  std::string target = addresses;
-  const std::vector<std::string> list = absl::StrSplit(addresses, ',', absl::SkipEmpty());
-  if (list.empty()) {
-    return absl::InvalidArgumentError("address: expected HOST:PORT[,HOST:PORT], got nothing");
+  std::vector<HostPort> list;
+  for (const absl::string_view address : absl::StrSplit(addresses, ',')) {
+    ASSIGN_OR_RETURN(HostPort parsed, Parse(std::string(address)));
+    list.push_back(std::move(parsed));
   }
-  if (!absl::StartsWith(addresses, "unix:")) {
-    std::vector<std::string> v4, v6;
-    for (const std::string& address : list) {
-      bool ipv6 = false;
-      ASSIGN_OR_RETURN(const std::vector<std::string> resolved, Resolve(address, &ipv6));
-      if (list.size() == 1 && resolved.size() > 1) continue;  // left to gRPC's resolver, below
-      (ipv6 ? v6 : v4).insert((ipv6 ? v6 : v4).end(), resolved.begin(), resolved.end());
-    }
-    if (!v4.empty() && !v6.empty()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("address: IPv4 and IPv6 cannot be mixed in \"", addresses, "\""));
-    }
-    if (!v4.empty()) target = absl::StrCat("ipv4:", absl::StrJoin(v4, ","));
-    if (!v6.empty()) target = absl::StrCat("ipv6:", absl::StrJoin(v6, ","));
-    if (list.size() > 1) args.SetLoadBalancingPolicyName("round_robin");
+  // One name is resolved by gRPC itself, again and again until it is known.
+  std::string target = absl::StrCat("dns:///", addresses);
+  if (list.size() > 1) {
+    ASSIGN_OR_RETURN(target, ResolveAll(list));
+    args.SetLoadBalancingPolicyName("round_robin");
   }
   return grpc::CreateCustomChannel(target, grpc::InsecureChannelCredentials(), args);
 }
@@ -96,12 +123,7 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> MakeChannel(const std::string& ad
 absl::StatusOr<ListeningServer> StartServer(const std::string& listen,
                                             const std::vector<grpc::Service*>& services,
                                             const ChannelOptions& options) {
-  const bool is_unix = absl::StartsWith(listen, "unix:");
-  const size_t colon = listen.rfind(':');
-  if (!is_unix && (colon == std::string::npos || colon == 0)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("listen: expected HOST:PORT, got \"", listen, "\""));
-  }
+  RETURN_IF_ERROR(Parse(listen).status());
   grpc::EnableDefaultHealthCheckService(true);
   grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   grpc::ServerBuilder builder;
@@ -118,14 +140,15 @@ absl::StatusOr<ListeningServer> StartServer(const std::string& listen,
   builder.SetMaxSendMessageSize(options.max_message_bytes);
   for (grpc::Service* service : services) builder.RegisterService(service);
   std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
-  if (server == nullptr || (!is_unix && port <= 0)) {
-    return absl::UnavailableError(
-        absl::StrCat("cannot listen on ", listen,
-                     ": the port is in use or the address is not one of this machine; choose "
-                     "another with --listen (port 0: any free one)"));
+  if (server == nullptr || port <= 0) {
+    return absl::UnavailableError(absl::StrCat(
+        "cannot listen on ", listen,
+        ": the port is in use or the address is not one of this machine; choose another "
+        "(port 0: any free one)"));
   }
+  SetServing(*server, {}, false);  // gRPC begins with the opposite
   ListeningServer listening;
-  listening.address = is_unix ? listen : absl::StrCat(listen.substr(0, colon), ":", port);
+  listening.address = absl::StrCat(listen.substr(0, listen.rfind(':')), ":", port);
   listening.server = std::move(server);
   return listening;
 }

@@ -18,9 +18,10 @@ struct ChannelOptions {
   int max_message_bytes = 64 << 20;
 };
 
-// A channel to one address, or, with several, to whichever of them answer (round robin). An address
-// is "HOST:PORT" or "unix:PATH"; several are separated by commas and must be numeric or resolvable
-// now. Reconnects within about a second after an outage. Thread-safe, as gRPC's channels are.
+// A channel to "HOST:PORT", or, with several separated by commas, to whichever of them answer
+// (round robin). Reconnects within about a second after an outage. One name is resolved when it is
+// needed; several are resolved now, which blocks, and UNAVAILABLE says that one of them does not
+// resolve. INVALID_ARGUMENT for what is no address. Thread-safe, as gRPC's channels are.
 absl::StatusOr<std::shared_ptr<grpc::Channel>> MakeChannel(const std::string& addresses,
                                                            const ChannelOptions& options = {});
 
@@ -31,8 +32,9 @@ struct ListeningServer {
 };
 
 // Starts serving `services` (not owned; they outlive the server) on `listen` ("HOST:PORT", port 0:
-// chosen by the kernel; "unix:PATH"). Health is NOT_SERVING for "" and every service until
-// SetServing. The port is not shared: UNAVAILABLE naming it when it is in use.
+// chosen by the kernel). Health is NOT_SERVING as a whole, and unknown for each service, until
+// SetServing. The port is not shared: UNAVAILABLE naming it when it is in use. INVALID_ARGUMENT for
+// what is no address.
 absl::StatusOr<ListeningServer> StartServer(const std::string& listen,
                                             const std::vector<grpc::Service*>& services,
                                             const ChannelOptions& options = {});

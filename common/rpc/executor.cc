@@ -6,26 +6,28 @@
 
 namespace expertmesh {
 
-Executor::Executor(const std::string& name, int num_threads, size_t max_queued)
-    : max_queued_(max_queued) {
-  for (int i = 0; i < num_threads; ++i) {
-    threads_.emplace_back([this] { Work(); });
-    pthread_setname_np(threads_.back().native_handle(), name.substr(0, 15).c_str());
-  }
-}
+Executor::Executor(const std::string& name, int max_threads, size_t max_queued)
+    : name_(name.substr(0, 15)), max_threads_(max_threads), max_queued_(max_queued) {}
 
 Executor::~Executor() {
+  std::vector<std::thread> threads;
   {
     absl::MutexLock lock(&mutex_);
     stopping_ = true;
+    threads.swap(threads_);
   }
-  for (std::thread& thread : threads_) thread.join();
+  for (std::thread& thread : threads) thread.join();
 }
 
 bool Executor::TryRun(absl::AnyInvocable<void()> task) {
   absl::MutexLock lock(&mutex_);
   if (queue_.size() >= max_queued_) return false;
   queue_.push_back(std::move(task));
+  // Once stopping, the threads that are there run the rest.
+  if (!stopping_ && queue_.size() > idle_ && threads_.size() < max_threads_) {
+    threads_.emplace_back([this] { Work(); });
+    pthread_setname_np(threads_.back().native_handle(), name_.c_str());
+  }
   return true;
 }
 
@@ -36,7 +38,10 @@ void Executor::Work() {
   while (true) {
     absl::AnyInvocable<void()> task;
     {
-      absl::MutexLock lock(&mutex_, absl::Condition(&ready));
+      absl::MutexLock lock(&mutex_);
+      ++idle_;
+      mutex_.Await(absl::Condition(&ready));
+      --idle_;
       if (queue_.empty()) return;
       task = std::move(queue_.front());
       queue_.pop_front();

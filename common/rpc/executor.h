@@ -12,12 +12,12 @@
 
 namespace expertmesh {
 
-// A fixed number of threads and a bounded queue. Thread-safe. The destructor runs what is queued
-// and joins.
+// Up to a number of threads, each started when it is first needed, and a bounded queue.
+// Thread-safe. The destructor runs what is queued and joins.
 class Executor {
  public:
   // `name` is what debuggers show (at most 15 characters).
-  Executor(const std::string& name, int num_threads, size_t max_queued);
+  Executor(const std::string& name, int max_threads, size_t max_queued);
   ~Executor();
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
@@ -30,11 +30,14 @@ class Executor {
  private:
   void Work();
 
+  const std::string name_;
+  const size_t max_threads_;
   const size_t max_queued_;
   absl::Mutex mutex_;
   std::deque<absl::AnyInvocable<void()>> queue_ ABSL_GUARDED_BY(mutex_);
+  size_t idle_ ABSL_GUARDED_BY(mutex_) = 0;  // threads that wait for a task
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  std::vector<std::thread> threads_;
+  std::vector<std::thread> threads_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace expertmesh

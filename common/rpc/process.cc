@@ -48,27 +48,45 @@ absl::Status InitProcess(const std::string& name) {
   return absl::OkStatus();
 }
 
-namespace {
-sigset_t StopSignals() {
+StopSignals::StopSignals() {
   sigset_t set;
   sigemptyset(&set);
   sigaddset(&set, SIGTERM);
   sigaddset(&set, SIGINT);
-  return set;
-}
-}  // namespace
-
-void BlockStopSignals() {
-  const sigset_t set = StopSignals();
   pthread_sigmask(SIG_BLOCK, &set, nullptr);
+  thread_ = std::thread([this, set] {
+    int number = 0;
+    while (sigwait(&set, &number) != 0) {
+    }
+    absl::MutexLock lock(&mutex_);
+    if (!ready_) std::_Exit(exit_code_);
+    stopped_ = true;
+  });
 }
 
-int WaitForStopSignal() {
-  const sigset_t set = StopSignals();
-  int signal_number = 0;
-  while (sigwait(&set, &signal_number) != 0) {
+StopSignals::~StopSignals() {
+  // Still waiting where main() gives up by itself: the signal only ends the thread.
+  Ready();
+  Stop(0);
+  thread_.join();
+}
+
+void StopSignals::Ready() {
+  absl::MutexLock lock(&mutex_);
+  ready_ = true;
+}
+
+int StopSignals::Wait() {
+  absl::MutexLock lock(&mutex_, absl::Condition(&stopped_));
+  return exit_code_;
+}
+
+void StopSignals::Stop(int exit_code) {
+  {
+    absl::MutexLock lock(&mutex_);
+    if (!stopped_ && exit_code_ == 0) exit_code_ = exit_code;
   }
-  return signal_number;
+  pthread_kill(thread_.native_handle(), SIGTERM);
 }
 
 }  // namespace expertmesh

@@ -2,8 +2,11 @@
 #pragma once
 
 #include <string>
+#include <thread>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
 
 namespace expertmesh {
 
@@ -21,11 +24,27 @@ std::string VersionText();
 // processor without FMA.
 absl::Status InitProcess(const std::string& name);
 
-// Blocks SIGTERM and SIGINT in this and all later threads, so that WaitForStopSignal gets them. To
-// be called before threads are started.
-void BlockStopSignals();
+// How a daemon ends: by SIGTERM or SIGINT, or because it asks for it. One per process, made before
+// any other thread, because it blocks the signals for all of them.
+class StopSignals {
+ public:
+  StopSignals();
+  ~StopSignals();
 
-// Waits for SIGTERM or SIGINT and returns its number.
-int WaitForStopSignal();
+  // A stop before Ready() ends the process at once: nothing is under way yet, and loading may take
+  // minutes. After it, Wait() returns.
+  void Ready();
+  // Waits for a stop; returns the exit code of the process.
+  int Wait();
+  // Stops as a signal does, but with that exit code. Thread-safe.
+  void Stop(int exit_code);
+
+ private:
+  absl::Mutex mutex_;
+  bool ready_ ABSL_GUARDED_BY(mutex_) = false;
+  bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
+  int exit_code_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::thread thread_;  // waits for the signals
+};
 
 }  // namespace expertmesh

@@ -7,6 +7,7 @@
 
 namespace expertmesh {
 
+// Messages are cut after 2 KiB.
 grpc::Status ToGrpcStatus(const absl::Status& status);
 absl::Status FromGrpcStatus(const grpc::Status& status);
 

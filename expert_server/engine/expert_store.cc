@@ -68,8 +68,8 @@ absl::StatusOr<std::unique_ptr<ExpertStore>> ExpertStore::Load(
 absl::StatusOr<Tensor> ExpertStore::Forward(int32_t layer_index,
                                             absl::Span<const int32_t> expert_ids,
                                             absl::Span<const int64_t> m_sizes,
-                                            absl::Span<const int32_t> gather,
-                                            const Tensor& rows) const {
+                                            absl::Span<const int32_t> gather, const Tensor& rows,
+                                            std::function<bool()> stop) const {
   const auto found = layers_.find(layer_index);
   if (found == layers_.end()) {
     return absl::NotFoundError(absl::StrCat("layer: this server has no layer ", layer_index));
@@ -85,9 +85,9 @@ absl::StatusOr<Tensor> ExpertStore::Forward(int32_t layer_index,
     }
     local.push_back(layer.local_of_expert[expert]);
   }
-  const ExpertBatch batch = {rows, local, m_sizes, gather};
+  const ExpertBatch batch = {rows, local, m_sizes, gather, std::move(stop)};
   RETURN_IF_ERROR(
-      ValidateBatch(batch, layer.hidden_size, static_cast<int64_t>(layer.local_of_expert.size())));
+      ValidateBatch(batch, layer.hidden_size, static_cast<int64_t>(held_.at(layer_index).size())));
   int64_t pairs = 0;
   for (const int32_t row : gather) pairs += row >= 0;
   Tensor output(ReplyDType(rows.dtype()), {pairs, layer.hidden_size});

@@ -43,11 +43,12 @@ class ExpertStore {
       const std::function<void(const LoadProgress&)>& progress);
 
   // Computes the rows [P without padding, D] of one slice; expert_ids are global. NOT_FOUND for an
-  // expert that is not here; INVALID_ARGUMENT naming the field when the slice does not fit
-  // together.
-  absl::StatusOr<Tensor> Forward(int32_t layer, absl::Span<const int32_t> expert_ids,
-                                 absl::Span<const int64_t> m_sizes,
-                                 absl::Span<const int32_t> gather, const Tensor& rows) const;
+  // expert that is not here; CANCELLED once `stop` (asked between experts) says so;
+  // INVALID_ARGUMENT naming the field when the slice does not fit together.
+  absl::StatusOr<Tensor> Forward(
+      int32_t layer, absl::Span<const int32_t> expert_ids, absl::Span<const int64_t> m_sizes,
+      absl::Span<const int32_t> gather, const Tensor& rows,
+      std::function<bool()> stop = [] { return false; }) const;
 
   const Held& held() const { return held_; }
   // Pairs of token and expert computed so far.

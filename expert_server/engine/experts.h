@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -21,13 +22,9 @@ struct ExpertBatch {
   absl::Span<const int32_t> experts;  // local index of each group's expert
   absl::Span<const int64_t> m_sizes;  // positions of each group, padding included
   absl::Span<const int32_t> gather;   // [P]: row of each position; -1 is padding and skipped
+  // Asked between experts; once true the computation is given up.
+  std::function<bool()> stop = [] { return false; };
 };
-
-// Dtype of the rows that come back for a request's dtype: fp32 requests and f16 (computed as fp32)
-// give F32.
-inline DType ReplyDType(DType request) {
-  return request == DType::kBF16 ? DType::kBF16 : DType::kF32;
-}
 
 // Prepare() once, then Forward() from any number of threads at once.
 class Experts {
@@ -38,8 +35,8 @@ class Experts {
   virtual absl::Status Prepare() = 0;
 
   // y = down(activation(gate(x), up(x))) for every position that is not padding, in their order:
-  // writes [P without padding, D] unweighted rows of ReplyDType to `output`. INVALID_ARGUMENT
-  // naming the field when the batch does not fit together; FAILED_PRECONDITION before Prepare.
+  // writes [P without padding, D] unweighted rows of ReplyDType to `output`. The batch has passed
+  // ValidateBatch. FAILED_PRECONDITION before Prepare; CANCELLED when batch.stop said so.
   virtual absl::Status Forward(const ExpertBatch& batch, void* output) const = 0;
 
   // Bytes of memory that the weights take.

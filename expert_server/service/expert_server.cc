@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "common/rpc/process.h"
 #include "common/status.h"
 
@@ -15,7 +16,8 @@ constexpr char kService[] = "expertmesh.v1.ExpertService";
 }  // namespace
 
 ExpertServer::ExpertServer(const ExpertServerOptions& options)
-    : executor_("experts", options.threads, options.max_queued), service_(&executor_) {}
+    : executor_("experts", options.threads, options.max_queued),
+      service_(&executor_, options.channel.max_message_bytes) {}
 
 absl::StatusOr<std::unique_ptr<ExpertServer>> ExpertServer::Start(
     const Checkpoint& checkpoint, const ExpertServerOptions& options,
@@ -25,15 +27,23 @@ absl::StatusOr<std::unique_ptr<ExpertServer>> ExpertServer::Start(
                    ExpertStore::ShardOf(checkpoint.model(), options.shard, options.num_shards));
   std::unique_ptr<ExpertServer> server(new ExpertServer(options));
   // The port first: a busy one should be known before minutes of loading.
-  ASSIGN_OR_RETURN(server->listening_, StartServer(options.listen, {&server->service_}));
+  ASSIGN_OR_RETURN(server->listening_,
+                   StartServer(options.listen, {&server->service_}, options.channel));
+  const std::string address = options.advertise.empty() ? server->address() : options.advertise;
+  if (absl::StartsWith(address, "0.0.0.0:") || absl::StartsWith(address, "[::]:")) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "advertise: the server listens on every address of the machine (", options.listen,
+        "); say with --advertise HOST:PORT under which one the routers reach it"));
+  }
   ASSIGN_OR_RETURN(server->store_, ExpertStore::Load(checkpoint, held, progress));
-  server->service_.SetStore(server->store_.get());
+  const std::string name =
+      options.name.empty() ? absl::StrCat("server-", options.shard) : options.name;
+  server->service_.SetStore(server->store_.get(), {name, checkpoint.fingerprint()});
   SetServing(*server->listening_.server, {kService}, true);
 
   v1::Registration registration;
-  registration.set_name(options.name.empty() ? absl::StrCat("server-", options.shard)
-                                             : options.name);
-  registration.set_address(options.advertise.empty() ? server->address() : options.advertise);
+  registration.set_name(name);
+  registration.set_address(address);
   registration.set_pid(getpid());
   registration.set_model_fingerprint(checkpoint.fingerprint());
   registration.set_numerics(kNumerics);

@@ -1,17 +1,23 @@
 #include "expert_server/service/expert_service.h"
 
 #include <deque>
+#include <functional>
 #include <memory>
+#include <new>
 #include <string>
 #include <utility>
 
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "common/rpc/status.h"
 #include "common/rpc/tensor_codec.h"
 #include "common/status.h"
 
 namespace expertmesh {
 namespace {
+
+// Left for the header of a message whose rows fill the limit.
+constexpr int64_t kHeaderBytes = 4096;
 
 // A slice as it came in.
 struct Work {
@@ -20,17 +26,30 @@ struct Work {
   absl::Time deadline = absl::InfiniteFuture();
 };
 
-absl::StatusOr<Tensor> Compute(const ExpertStore* store, const Work& work) {
-  if (store == nullptr) return absl::UnavailableError("the experts are still being loaded");
+// `stop` is asked between experts.
+absl::StatusOr<Tensor> Compute(const ExpertStore& store, const Work& work,
+                               int64_t max_message_bytes, const std::function<bool()>& stop) {
   if (work.header.phase() != v1::PHASE_FORWARD) {
     return absl::UnimplementedError(absl::StrCat("phase: only PHASE_FORWARD is computed, got ",
                                                  static_cast<int>(work.header.phase())));
   }
-  if (absl::Now() >= work.deadline) {
+  // Before the reply is allocated: its size is what the sender says, not what it sent.
+  if (work.rows.shape().size() == 2) {
+    const int64_t row_bytes = work.rows.dim(1) * BytesOf(ReplyDType(work.rows.dtype()));
+    if (row_bytes > 0 &&
+        work.header.gather_size() > (max_message_bytes - kHeaderBytes) / row_bytes) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat("gather: ", work.header.gather_size(), " rows of ", row_bytes,
+                       " bytes do not fit in a reply of ", max_message_bytes, " bytes"));
+    }
+  }
+  absl::StatusOr<Tensor> rows = store.Forward(
+      work.header.layer(), work.header.expert_ids(), work.header.m_sizes(), work.header.gather(),
+      work.rows, [&] { return stop() || absl::Now() >= work.deadline; });
+  if (absl::IsCancelled(rows.status()) && absl::Now() >= work.deadline) {
     return absl::DeadlineExceededError("the deadline passed before the slice was computed");
   }
-  return store->Forward(work.header.layer(), work.header.expert_ids(), work.header.m_sizes(),
-                        work.header.gather(), work.rows);
+  return rows;
 }
 
 grpc::ByteBuffer Answer(uint64_t round_id, const absl::StatusOr<Tensor>& rows) {
@@ -46,13 +65,19 @@ grpc::ByteBuffer Answer(uint64_t round_id, const absl::StatusOr<Tensor>& rows) {
 class DispatchStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
                              public std::enable_shared_from_this<DispatchStream> {
  public:
-  DispatchStream(const std::atomic<const ExpertStore*>& store, Executor* executor)
-      : store_(store), executor_(executor) {}
+  // Without a store the stream only says that there is none yet.
+  DispatchStream(const ExpertStore* store, Executor* executor, int64_t max_message_bytes)
+      : store_(store), executor_(executor), max_message_bytes_(max_message_bytes) {}
 
   void Start() {
     absl::MutexLock lock(&mutex_);
     self_ = shared_from_this();
-    StartSendInitialMetadata();  // tells the router that it is connected
+    if (store_ == nullptr) {
+      finished_ = true;
+      Finish(grpc::Status(grpc::StatusCode::UNAVAILABLE, "the experts are still being loaded"));
+      return;
+    }
+    StartSendInitialMetadata();  // tells the router that it is connected, and to whom
     StartRead(&incoming_);
   }
 
@@ -74,9 +99,16 @@ class DispatchStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, gr
     if (work->header.timeout_us() > 0) {
       work->deadline = absl::Now() + absl::Microseconds(work->header.timeout_us());
     }
-    if (status.ok() && !executor_->TryRun([self = shared_from_this(), work] {
-          self->Send(Answer(work->header.round_id(), Compute(self->store_.load(), *work)));
-        })) {
+    if (!status.ok() && round_id == 0) {  // nobody could tell which slice the error belongs to
+      absl::MutexLock lock(&mutex_);
+      --under_way_;
+      reads_done_ = true;
+      outcome_ = ToGrpcStatus(status);
+      MaybeFinish();
+      return;
+    }
+    if (status.ok() &&
+        !executor_->TryRun([self = shared_from_this(), work] { self->Run(*work); })) {
       status = absl::ResourceExhaustedError(
           absl::StrCat("the server's queue of ", executor_->max_queued(), " slices is full"));
     }
@@ -106,6 +138,25 @@ class DispatchStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, gr
   }
 
  private:
+  // Computes and answers one slice; on a thread of the executor.
+  void Run(const Work& work) {
+    absl::StatusOr<Tensor> rows = absl::CancelledError("the router is gone");
+    try {
+      if (!Broken()) {
+        rows = Compute(*store_, work, max_message_bytes_, [this] { return Broken(); });
+      }
+      Send(Answer(work.header.round_id(), rows));
+    } catch (const std::bad_alloc&) {
+      Send(Answer(work.header.round_id(),
+                  absl::ResourceExhaustedError("the server is out of memory for this slice")));
+    }
+  }
+
+  bool Broken() {
+    absl::MutexLock lock(&mutex_);
+    return broken_;
+  }
+
   // Answers one slice; on any thread.
   void Send(grpc::ByteBuffer answer) {
     absl::MutexLock lock(&mutex_);
@@ -129,11 +180,12 @@ class DispatchStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, gr
   void MaybeFinish() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (finished_ || !reads_done_ || under_way_ > 0 || writing_ || !outgoing_.empty()) return;
     finished_ = true;
-    Finish(grpc::Status::OK);
+    Finish(outcome_);
   }
 
-  const std::atomic<const ExpertStore*>& store_;
+  const ExpertStore* const store_;
   Executor* const executor_;
+  const int64_t max_message_bytes_;
 
   // gRPC runs the reactions one after the other, but on different threads, and the executor's
   // beside them.
@@ -146,13 +198,27 @@ class DispatchStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, gr
   bool reads_done_ ABSL_GUARDED_BY(mutex_) = false;
   bool broken_ ABSL_GUARDED_BY(mutex_) = false;
   bool finished_ ABSL_GUARDED_BY(mutex_) = false;
+  grpc::Status outcome_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace
 
+void ExpertServiceImpl::SetStore(const ExpertStore* store, ServerIdentity identity) {
+  absl::MutexLock lock(&mutex_);
+  store_ = store;
+  identity_ = std::move(identity);
+}
+
 grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* ExpertServiceImpl::Dispatch(
-    grpc::CallbackServerContext*) {
-  auto stream = std::make_shared<DispatchStream>(store_, executor_);
+    grpc::CallbackServerContext* context) {
+  const ExpertStore* store;
+  {
+    absl::MutexLock lock(&mutex_);
+    store = store_;
+    context->AddInitialMetadata(kServerNameKey, identity_.name);
+    context->AddInitialMetadata(kFingerprintKey, identity_.model_fingerprint);
+  }
+  auto stream = std::make_shared<DispatchStream>(store, executor_, max_message_bytes_);
   stream->Start();
   return stream.get();
 }

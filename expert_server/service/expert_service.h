@@ -4,7 +4,9 @@
 #include <memory>
 
 #include "absl/functional/any_invocable.h"
+#include "absl/synchronization/mutex.h"
 #include "common/rpc/executor.h"
+#include "common/rpc/server_identity.h"
 #include "expert_server/engine/expert_store.h"
 #include "expertmesh/v1/expert.grpc.pb.h"
 
@@ -16,16 +18,24 @@ namespace expertmesh {
 class ExpertServiceImpl final
     : public v1::ExpertService::WithRawCallbackMethod_Dispatch<v1::ExpertService::Service> {
  public:
-  // Both outlive the service. Slices that come before SetStore are answered UNAVAILABLE.
-  explicit ExpertServiceImpl(Executor* executor) : executor_(executor) {}
-  void SetStore(const ExpertStore* store) { store_ = store; }
+  // `executor` outlives the service. Replies of more than max_message_bytes are refused. Streams
+  // that come before SetStore are ended with UNAVAILABLE.
+  ExpertServiceImpl(Executor* executor, int64_t max_message_bytes)
+      : executor_(executor), max_message_bytes_(max_message_bytes) {}
+
+  // What is served from now on, and who says so to the routers. To be called once; `store` outlives
+  // the service.
+  void SetStore(const ExpertStore* store, ServerIdentity identity);
 
   grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* Dispatch(
       grpc::CallbackServerContext* context) override;
 
  private:
   Executor* const executor_;
-  std::atomic<const ExpertStore*> store_ = nullptr;
+  const int64_t max_message_bytes_;
+  absl::Mutex mutex_;
+  const ExpertStore* store_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  ServerIdentity identity_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace expertmesh

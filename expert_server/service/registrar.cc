@@ -2,6 +2,8 @@
 
 #include <spdlog/spdlog.h>
 
+#include <algorithm>
+#include <string>
 #include <utility>
 
 #include "common/rpc/channel.h"
@@ -11,7 +13,10 @@
 namespace expertmesh {
 namespace {
 
-constexpr absl::Duration kRetryInterval = absl::Milliseconds(200);
+constexpr absl::Duration kFirstRetry = absl::Milliseconds(200);
+constexpr absl::Duration kLongestRetry = absl::Seconds(2);
+// A registration that lasted this long was a good one.
+constexpr absl::Duration kStable = absl::Seconds(2);
 
 }  // namespace
 
@@ -40,36 +45,42 @@ bool Registrar::SleepFor(absl::Duration duration) {
 }
 
 void Registrar::Run() {
-  bool waiting_logged = false;
+  absl::Duration retry = kFirstRetry;
+  std::string logged;  // the last reason: each is logged once, not at every attempt
   while (true) {
-    const absl::Status status = RegisterOnce();
+    const absl::Time start = absl::Now();
+    const Attempt attempt = RegisterOnce();
     {
       absl::MutexLock lock(&mutex_);
       if (stopping_) return;
     }
-    if (status.code() == absl::StatusCode::kFailedPrecondition ||
-        status.code() == absl::StatusCode::kInvalidArgument) {
-      on_refused_(status);
+    if (!attempt.registered &&
+        (absl::IsFailedPrecondition(attempt.status) || absl::IsInvalidArgument(attempt.status))) {
+      on_refused_(attempt.status);
       return;
     }
-    if (status.ok()) {
-      waiting_logged = false;
-    } else if (!waiting_logged) {  // once an outage, not at every attempt
-      spdlog::info("waiting for the router at {}: {}", router_, std::string(status.message()));
-      waiting_logged = true;
+    if (attempt.registered && absl::Now() - start > kStable) {
+      retry = kFirstRetry;
+      logged.clear();
     }
-    if (!SleepFor(kRetryInterval)) return;
+    const std::string reason =
+        absl::StrCat(attempt.registered ? "lost" : "waiting for", " the router at ", router_,
+                     attempt.status.ok() ? "" : ": ", std::string(attempt.status.message()));
+    if (reason != logged) spdlog::warn("{}", reason);
+    logged = reason;
+    if (!SleepFor(retry)) return;
+    retry = std::min(retry * 2, kLongestRetry);
   }
 }
 
-// OK: was registered, and the stream broke later.
-absl::Status Registrar::RegisterOnce() {
-  ASSIGN_OR_RETURN(const std::shared_ptr<grpc::Channel> channel, MakeChannel(router_));
-  const std::unique_ptr<v1::ClusterService::Stub> stub = v1::ClusterService::NewStub(channel);
+Registrar::Attempt Registrar::RegisterOnce() {
+  const absl::StatusOr<std::shared_ptr<grpc::Channel>> channel = MakeChannel(router_);
+  if (!channel.ok()) return {false, absl::UnavailableError(channel.status().message())};
+  const std::unique_ptr<v1::ClusterService::Stub> stub = v1::ClusterService::NewStub(*channel);
   grpc::ClientContext context;
   {
     absl::MutexLock lock(&mutex_);
-    if (stopping_) return absl::CancelledError();
+    if (stopping_) return {false, absl::CancelledError()};
     context_ = &context;
   }
   const auto stream = stub->Register(&context);
@@ -84,15 +95,12 @@ absl::Status Registrar::RegisterOnce() {
     do {
       heartbeat.mutable_heartbeat()->set_rows(rows_());
     } while (stream->Write(heartbeat) && SleepFor(interval));
-    context.TryCancel();  // where Write failed the stream is gone already
+    stream->WritesDone();  // the router ends the stream, or has done so
   }
   const absl::Status status = FromGrpcStatus(stream->Finish());
-  {
-    absl::MutexLock lock(&mutex_);
-    context_ = nullptr;
-    if (registered && !stopping_) spdlog::warn("lost the router at {}", router_);
-  }
-  return registered ? absl::OkStatus() : status;
+  absl::MutexLock lock(&mutex_);
+  context_ = nullptr;
+  return {registered, status};
 }
 
 }  // namespace expertmesh

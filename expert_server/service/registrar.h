@@ -17,17 +17,23 @@ namespace expertmesh {
 // router and servers may come and go in any order.
 class Registrar {
  public:
-  // `rows` gives the number for the heartbeats. `on_refused` is called, once and on the registrar's
-  // thread, when the router says that this server can never take part (another model, other
-  // numerics).
+  // `rows` gives the number for the heartbeats. `router` is HOST:PORT. `on_refused` is called, once
+  // and on the registrar's thread, when the router says that this server can never take part
+  // (another model, other numerics).
   Registrar(const std::string& router, v1::Registration registration,
             std::function<uint64_t()> rows, std::function<void(const absl::Status&)> on_refused);
   // Leaves the cluster.
   ~Registrar();
 
  private:
+  // How one attempt ended.
+  struct Attempt {
+    bool registered = false;  // for a while
+    absl::Status status;      // why it is over
+  };
+
   void Run();
-  absl::Status RegisterOnce();
+  Attempt RegisterOnce();
   // Sleeps; false when it is time to stop.
   bool SleepFor(absl::Duration duration);
 

@@ -16,9 +16,6 @@
 namespace expertmesh {
 namespace {
 
-// How often a waiting call looks whether its caller has given up.
-constexpr absl::Duration kCancelPoll = absl::Milliseconds(20);
-
 // The replies of one sub-round. Shared with the completions, which may outlive the call.
 struct Replies {
   absl::Mutex mutex;
@@ -123,7 +120,7 @@ absl::StatusOr<ForwardResult> Router::Forward(const ForwardCall& call) const {
   const int64_t tokens = hidden_states.shape[0];
   const int32_t top_k = layer->router.top_k;
   ForwardResult result;
-  ASSIGN_OR_RETURN(result.routing, gates_.at(call.layer).Route(hidden_states));
+  ASSIGN_OR_RETURN(result.routing, gates_.at(call.layer).Route(hidden_states, call.first_row));
   result.output = Tensor(hidden_states.dtype, {tokens, hidden_size});
   if (tokens == 0) return result;
 
@@ -135,12 +132,16 @@ absl::StatusOr<ForwardResult> Router::Forward(const ForwardCall& call) const {
   for (int32_t e = 0; e < layer->router.num_experts; ++e) {
     if (used[e]) needed.push_back(e);
   }
+  // So early that the answer, which names the experts, is there before the caller's own clock runs
+  // out.
+  const absl::Duration left = call.deadline - absl::Now();
+  const absl::Time answer_by = call.deadline - std::min(absl::Milliseconds(100), left / 10);
   ASSIGN_OR_RETURN(const LayerPlacement placement,
-                   membership_->WaitFor(call.layer, needed, call.deadline, call.cancelled));
+                   membership_->WaitFor(call.layer, needed, answer_by, call.cancelled));
 
   // A server that holds all experts returns K rows a token, in fp32 at the widest.
   const int64_t token_bytes = top_k * hidden_size * 4;
-  const DType reply_dtype = hidden_states.dtype == DType::kBF16 ? DType::kBF16 : DType::kF32;
+  const DType reply_dtype = ReplyDType(hidden_states.dtype);
   const int64_t tokens_per_subround = std::max<int64_t>(1, options_.subround_bytes / token_bytes);
   std::deque<SubRound> in_flight;
   int64_t next = 0;

@@ -29,6 +29,7 @@ struct RouterOptions {
 struct ForwardCall {
   int32_t layer = 0;
   TensorView hidden_states;  // [T, D]
+  int64_t first_row = 0;     // what row 0 is called in error texts
   absl::Time deadline = absl::InfiniteFuture();
   // True once the caller has given up; called from the thread that runs Forward.
   std::function<bool()> cancelled = [] { return false; };

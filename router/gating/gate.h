@@ -43,7 +43,7 @@ struct Routing {
 absl::Status SelectExperts(const RouterDescriptor& router, absl::Span<const float> logits,
                            absl::Span<const float> selection_bias,
                            absl::Span<const float> per_expert_scale, absl::Span<int32_t> topk_ids,
-                           absl::Span<float> topk_weights);
+                           absl::Span<float> topk_weights, int64_t first_row = 0);
 
 // Refuses descriptors that cannot be computed. INVALID_ARGUMENT: N < 1, K < 1 or K > N, N not
 // divisible by the groups, topk_groups outside [1, num_groups], K > topk_groups * N / num_groups,
@@ -59,13 +59,14 @@ class Gate {
   // dtype does not fit the descriptor; what ValidateRouter refuses.
   static absl::StatusOr<Gate> Create(const RouterDescriptor& router, RouterWeights weights);
 
-  // hidden_states: F32, BF16 or F16 [T, D]. INVALID_ARGUMENT naming the first row with a hidden
-  // state or a logit that is not finite, or a shape or dtype that does not fit.
+  // hidden_states: F32, BF16 or F16 [T, D]; first_row: what row 0 is called in error texts.
+  // INVALID_ARGUMENT naming the first row with a hidden state or a logit that is not finite, or a
+  // shape or dtype that does not fit.
   //
   // A logit is one chain of fused multiply-adds from +0, over pairs of neighbouring k, the odd one
   // first, for BF16 and F16 weights (K padded with zeros to a multiple of 2), over ascending k for
   // F32 weights; then the logits bias is added.
-  absl::StatusOr<Routing> Route(const TensorView& hidden_states) const;
+  absl::StatusOr<Routing> Route(const TensorView& hidden_states, int64_t first_row = 0) const;
 
   // D of the hidden states.
   int64_t hidden_size() const { return hidden_size_; }

@@ -8,13 +8,6 @@
 #include "common/text.h"
 
 namespace expertmesh {
-namespace {
-
-// How often a waiting call looks whether its caller has given up.
-constexpr absl::Duration kCancelPoll = absl::Milliseconds(20);
-
-}  // namespace
-
 Membership::Membership(const ModelDescription& model, std::string fingerprint, std::string numerics,
                        absl::Duration startup_grace)
     : model_(model),
@@ -155,6 +148,7 @@ std::string Membership::Missing() const {
 void Membership::OnServingChange(std::function<void(bool)> callback) {
   absl::MutexLock lock(&mutex_);
   on_serving_change_ = std::move(callback);
+  if (on_serving_change_) on_serving_change_(serving_);
 }
 
 Membership::Server* Membership::Find(uint64_t ticket) {

@@ -20,6 +20,9 @@
 
 namespace expertmesh {
 
+// How often a waiting call looks whether its caller has given up.
+inline constexpr absl::Duration kCancelPoll = absl::Milliseconds(20);
+
 // What a server says of itself.
 struct ServerRegistration {
   std::string name;
@@ -82,8 +85,8 @@ class Membership {
   uint64_t epoch() const;
   // Empty when every expert of every layer has a serving server, else what is missing.
   std::string Missing() const;
-  // Called after every change of Missing() from or to empty; must not call back. To be set before
-  // the first use.
+  // Called at once with the present state, and after every change of Missing() from or to empty;
+  // must not call back. Null ends that.
   void OnServingChange(std::function<void(bool serving)> callback);
 
  private:

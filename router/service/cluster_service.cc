@@ -36,8 +36,8 @@ class RegisterStream final
     : public grpc::ServerBidiReactor<v1::RegisterRequest, v1::RegisterResponse>,
       public std::enable_shared_from_this<RegisterStream> {
  public:
-  explicit RegisterStream(std::shared_ptr<Membership> membership)
-      : membership_(std::move(membership)) {}
+  RegisterStream(std::shared_ptr<Membership> membership, const ChannelOptions& channel)
+      : membership_(std::move(membership)), channel_(channel) {}
 
   void Start() {
     absl::MutexLock lock(&mutex_);
@@ -77,20 +77,20 @@ class RegisterStream final
     }
     const ServerRegistration registration = FromProto(request_.registration());
     name_ = registration.name;
+    address_ = registration.address;
     absl::StatusOr<uint64_t> ticket = membership_->Register(registration);
     if (!ticket.ok()) {
-      spdlog::warn("refused server {} at {}: {}", name_, registration.address,
-                   std::string(ticket.status().message()));
       return ticket.status();
     }
     ticket_ = *ticket;
-    response_.set_placement_epoch(membership_->epoch());
     response_.set_heartbeat_interval_ms(kHeartbeatIntervalMs);
     StartWrite(&response_);
     spdlog::info("server {} registered from {}", name_, registration.address);
     absl::StatusOr<std::shared_ptr<GrpcExpertBackend>> backend = GrpcExpertBackend::Connect(
-        registration.address, {.on_ready = [self = shared_from_this()] { self->Ready(); },
-                               .on_gone = [self = shared_from_this()] { self->Lost(); }});
+        registration.address, {registration.name, registration.model_fingerprint}, channel_,
+        {.on_ready = [self = shared_from_this()] { self->Ready(); },
+         .on_gone = [self =
+                         shared_from_this()](const absl::Status& reason) { self->Lost(reason); }});
     if (!backend.ok()) return backend.status();
     backend_ = *std::move(backend);
     return absl::OkStatus();
@@ -105,18 +105,23 @@ class RegisterStream final
   }
 
   // The Dispatch stream broke or could not be made: the server has to register again.
-  void Lost() {
+  void Lost(const absl::Status& reason) {
     absl::MutexLock lock(&mutex_);
     membership_->SetDown(ticket_);
     End(grpc::Status(grpc::StatusCode::UNAVAILABLE,
-                     "the router lost its connection to the server"));
+                     absl::StrCat("the router has no connection to ", address_, ": ",
+                                  std::string(reason.message()))));
   }
 
   void End(const grpc::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    if (!std::exchange(ended_, true)) Finish(status);
+    if (std::exchange(ended_, true)) return;
+    if (!status.ok() && !name_.empty())
+      spdlog::warn("server {}: {}", name_, status.error_message());
+    Finish(status);
   }
 
   const std::shared_ptr<Membership> membership_;
+  const ChannelOptions channel_;
 
   // gRPC runs the reactions one after the other, but on different threads, and the backend's events
   // beside them.
@@ -125,6 +130,7 @@ class RegisterStream final
   v1::RegisterRequest request_ ABSL_GUARDED_BY(mutex_);
   v1::RegisterResponse response_ ABSL_GUARDED_BY(mutex_);
   std::string name_ ABSL_GUARDED_BY(mutex_);
+  std::string address_ ABSL_GUARDED_BY(mutex_);
   uint64_t ticket_ ABSL_GUARDED_BY(mutex_) = 0;
   std::shared_ptr<GrpcExpertBackend> backend_ ABSL_GUARDED_BY(mutex_);
   bool ended_ ABSL_GUARDED_BY(mutex_) = false;
@@ -134,7 +140,7 @@ class RegisterStream final
 
 grpc::ServerBidiReactor<v1::RegisterRequest, v1::RegisterResponse>* ClusterServiceImpl::Register(
     grpc::CallbackServerContext*) {
-  auto stream = std::make_shared<RegisterStream>(membership_);
+  auto stream = std::make_shared<RegisterStream>(membership_, channel_);
   stream->Start();
   return stream.get();
 }

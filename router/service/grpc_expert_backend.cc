@@ -59,8 +59,10 @@ class GrpcExpertBackend::Stream final
     : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
       public std::enable_shared_from_this<Stream> {
  public:
-  Stream(std::unique_ptr<Connection> connection, Events events)
-      : connection_(std::move(connection)), events_(std::move(events)) {}
+  Stream(std::unique_ptr<Connection> connection, ServerIdentity expected, Events events)
+      : connection_(std::move(connection)),
+        expected_(std::move(expected)),
+        events_(std::move(events)) {}
   ~Stream() override { Release(std::move(connection_)); }
 
   void Start() {
@@ -109,6 +111,11 @@ class GrpcExpertBackend::Stream final
     if (!ok) return;
     {
       absl::MutexLock lock(&mutex_);
+      refused_ = CheckIdentity();
+      if (!refused_.ok()) {
+        connection_->context.TryCancel();
+        return;
+      }
       ready_ = true;
       MaybeHalfClose();
     }
@@ -132,6 +139,8 @@ class GrpcExpertBackend::Stream final
     Done done;
     {
       absl::MutexLock lock(&mutex_);
+      // Nobody could tell which slice such a reply belongs to.
+      if (header.round_id() == 0) connection_->context.TryCancel();
       const auto found = pending_.find(header.round_id());
       if (found != pending_.end()) {
         done = std::move(found->second.done);
@@ -176,10 +185,14 @@ class GrpcExpertBackend::Stream final
       ended_ = true;
       pending.swap(pending_);
     }
-    const absl::Status reason = absl::UnavailableError(absl::StrCat(
+    absl::Status reason = absl::UnavailableError(absl::StrCat(
         "its stream broke", status.ok() ? std::string() : ": " + status.error_message()));
+    {
+      absl::MutexLock lock(&mutex_);
+      if (!refused_.ok()) reason = refused_;
+    }
     for (auto& [round_id, one] : pending) std::move(one.done)(reason);
-    events_.on_gone();
+    events_.on_gone(reason);
   }
 
  private:
@@ -187,6 +200,22 @@ class GrpcExpertBackend::Stream final
     Done done;
     absl::Time deadline;
   };
+
+  // The process at the address must be the one that registered it.
+  absl::Status CheckIdentity() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    const auto& metadata = connection_->context.GetServerInitialMetadata();
+    const auto check = [&metadata](const char* key, const std::string& expected) {
+      const auto found = metadata.find(key);
+      const std::string given =
+          found == metadata.end() ? "" : std::string(found->second.data(), found->second.size());
+      return given == expected ? absl::OkStatus()
+                               : absl::FailedPreconditionError(absl::StrCat(
+                                     "another server answers there: ", key, ": expected \"",
+                                     expected, "\", got \"", given, "\""));
+    };
+    RETURN_IF_ERROR(check(kServerNameKey, expected_.name));
+    return check(kFingerprintKey, expected_.model_fingerprint);
+  }
 
   void WriteNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (writing_ || ended_ || outgoing_.empty()) return;
@@ -208,6 +237,7 @@ class GrpcExpertBackend::Stream final
   }
 
   std::unique_ptr<Connection> connection_;
+  const ServerIdentity expected_;
   const Events events_;
 
   // gRPC runs the reactions one after the other, but on different threads, and Dispatch beside
@@ -218,6 +248,7 @@ class GrpcExpertBackend::Stream final
   std::deque<grpc::ByteBuffer> outgoing_ ABSL_GUARDED_BY(mutex_);  // the first is being written
   std::map<uint64_t, Pending> pending_ ABSL_GUARDED_BY(mutex_);
   uint64_t next_round_ ABSL_GUARDED_BY(mutex_) = 1;
+  absl::Status refused_ ABSL_GUARDED_BY(mutex_);  // why the server is not the expected one
   bool ready_ ABSL_GUARDED_BY(mutex_) = false;
   bool writing_ ABSL_GUARDED_BY(mutex_) = false;
   bool closing_ ABSL_GUARDED_BY(mutex_) = false;
@@ -227,10 +258,11 @@ class GrpcExpertBackend::Stream final
 };
 
 absl::StatusOr<std::shared_ptr<GrpcExpertBackend>> GrpcExpertBackend::Connect(
-    const std::string& address, Events events) {
-  ASSIGN_OR_RETURN(std::shared_ptr<grpc::Channel> channel, MakeChannel(address));
-  auto stream =
-      std::make_shared<Stream>(std::make_unique<Connection>(std::move(channel)), std::move(events));
+    const std::string& address, const ServerIdentity& expected, const ChannelOptions& options,
+    Events events) {
+  ASSIGN_OR_RETURN(std::shared_ptr<grpc::Channel> channel, MakeChannel(address, options));
+  auto stream = std::make_shared<Stream>(std::make_unique<Connection>(std::move(channel)), expected,
+                                         std::move(events));
   stream->Start();
   return std::shared_ptr<GrpcExpertBackend>(new GrpcExpertBackend(std::move(stream)));
 }

@@ -8,21 +8,26 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "common/rpc/channel.h"
+#include "common/rpc/server_identity.h"
 #include "router/dispatch/expert_backend.h"
 
 namespace expertmesh {
 
-// Connects to `address`. Exactly one of the two is called first, on gRPC's threads: `on_ready` when
-// the server has accepted the stream; `on_gone`, once, when the stream has ended for whatever
-// reason. Until ready and after gone, Dispatch answers UNAVAILABLE. Slices under way when the
-// stream breaks are answered UNAVAILABLE at once. The stream stays open until Close.
+// Connects to `address`, where `expected` must answer. Exactly one of the two is called first, on
+// gRPC's threads: `on_ready` when the server has accepted the stream; `on_gone`, once, when the
+// stream has ended for whatever reason. Until ready and after gone, Dispatch answers UNAVAILABLE.
+// Slices under way when the stream breaks are answered UNAVAILABLE at once. The stream stays open
+// until Close.
 class GrpcExpertBackend : public ExpertBackend {
  public:
   struct Events {
     std::function<void()> on_ready;
-    std::function<void()> on_gone;
+    std::function<void(const absl::Status&)> on_gone;  // with the reason
   };
   static absl::StatusOr<std::shared_ptr<GrpcExpertBackend>> Connect(const std::string& address,
+                                                                    const ServerIdentity& expected,
+                                                                    const ChannelOptions& options,
                                                                     Events events);
   ~GrpcExpertBackend() override;
 

@@ -46,6 +46,7 @@ absl::StatusOr<grpc::ByteBuffer> RunForward(const Router& router, const grpc::By
   ForwardCall call;
   call.layer = request.layer();
   call.hidden_states = hidden_states;
+  call.first_row = request.first_row();
   call.deadline = deadline;
   call.cancelled = cancelled;
   ASSIGN_OR_RETURN(const ForwardResult result, router.Forward(call));
@@ -99,19 +100,29 @@ v1::ServerInfo::State ToProto(ServerState state) {
 grpc::ServerUnaryReactor* MoeServiceImpl::Forward(grpc::CallbackServerContext* context,
                                                   const grpc::ByteBuffer* request,
                                                   grpc::ByteBuffer* response) {
-  auto reactor = std::make_shared<ForwardReactor>([this] {
+  const int64_t bytes = static_cast<int64_t>(request->Length());
+  auto reactor = std::make_shared<ForwardReactor>([this, bytes] {
     absl::MutexLock lock(&mutex_);
     --under_way_;
+    bytes_ -= bytes;
   });
   reactor->Keep(reactor);
-  bool draining;
+  bool draining, full;
   {
     absl::MutexLock lock(&mutex_);
+    full = bytes_ > max_queued_bytes_;
     ++under_way_;
+    bytes_ += bytes;
     draining = draining_;
   }
   if (draining) {
     reactor->Finish(grpc::Status(grpc::StatusCode::UNAVAILABLE, "the router is stopping"));
+    return reactor.get();
+  }
+  if (full) {
+    reactor->Finish(grpc::Status(grpc::StatusCode::RESOURCE_EXHAUSTED,
+                                 absl::StrCat("requests of more than ", max_queued_bytes_,
+                                              " bytes are under way in the router; retry later")));
     return reactor.get();
   }
   const absl::Time deadline = absl::FromChrono(context->deadline());

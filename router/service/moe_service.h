@@ -21,7 +21,8 @@ class MoeServiceImpl final
               v1::MoeService::WithCallbackMethod_GetCluster<v1::MoeService::Service>>> {
  public:
   // Both outlive the service and every call.
-  MoeServiceImpl(const Router* router, Executor* executor) : router_(router), executor_(executor) {}
+  MoeServiceImpl(const Router* router, Executor* executor, int64_t max_queued_bytes)
+      : router_(router), executor_(executor), max_queued_bytes_(max_queued_bytes) {}
 
   grpc::ServerUnaryReactor* Forward(grpc::CallbackServerContext* context,
                                     const grpc::ByteBuffer* request,
@@ -40,8 +41,10 @@ class MoeServiceImpl final
  private:
   const Router* const router_;
   Executor* const executor_;
+  const int64_t max_queued_bytes_;
   absl::Mutex mutex_;
   int64_t under_way_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t bytes_ ABSL_GUARDED_BY(mutex_) = 0;  // of the requests under way
   bool draining_ ABSL_GUARDED_BY(mutex_) = false;
 };
 

@@ -20,8 +20,8 @@ constexpr absl::Duration kFlush = absl::Milliseconds(100);  // for answers that 
 RouterServer::RouterServer(std::unique_ptr<Router> router, const RouterServerOptions& options)
     : router_(std::move(router)),
       executor_("forward", options.threads, options.max_queued),
-      moe_service_(router_.get(), &executor_),
-      cluster_service_(router_->membership()) {}
+      moe_service_(router_.get(), &executor_, options.max_queued_bytes),
+      cluster_service_(router_->membership(), options.channel) {}
 
 absl::StatusOr<std::unique_ptr<RouterServer>> RouterServer::Start(
     std::shared_ptr<const Checkpoint> checkpoint, const RouterServerOptions& options) {
@@ -29,9 +29,10 @@ absl::StatusOr<std::unique_ptr<RouterServer>> RouterServer::Start(
                    Router::Create(std::move(checkpoint), kNumerics, options.router));
   std::unique_ptr<RouterServer> server(new RouterServer(std::move(router), options));
   ASSIGN_OR_RETURN(server->listening_,
-                   StartServer(options.listen, {&server->moe_service_, &server->cluster_service_}));
+                   StartServer(options.listen, {&server->moe_service_, &server->cluster_service_},
+                               options.channel));
   grpc::Server& grpc_server = *server->listening_.server;
-  SetServing(grpc_server, {kClusterService}, true);
+  grpc_server.GetHealthCheckService()->SetServingStatus(kClusterService, true);
   server->router_->membership()->OnServingChange([&grpc_server](bool serving) {
     spdlog::info(serving ? "every expert has a server: serving"
                          : "experts are missing: not serving");
@@ -39,8 +40,6 @@ absl::StatusOr<std::unique_ptr<RouterServer>> RouterServer::Start(
     grpc_server.GetHealthCheckService()->SetServingStatus("", serving);
     grpc_server.GetHealthCheckService()->SetServingStatus(kMoeService, serving);
   });
-  grpc_server.GetHealthCheckService()->SetServingStatus("", false);
-  grpc_server.GetHealthCheckService()->SetServingStatus(kMoeService, false);
   return server;
 }
 

@@ -16,8 +16,10 @@ namespace expertmesh {
 
 struct RouterServerOptions {
   std::string listen = "127.0.0.1:7070";  // port 0: chosen by the kernel
-  int threads = 16;          // requests under way at a time; they mostly wait for the servers
+  int threads = 256;         // requests under way at a time; they mostly wait for the servers
   size_t max_queued = 1024;  // requests that wait for a thread
+  int64_t max_queued_bytes = int64_t{2} << 30;  // of all these requests; one more is always let in
+  ChannelOptions channel;
   RouterOptions router;
 };
 

@@ -89,7 +89,6 @@ class ForLoopExperts : public Experts {
     if (!prepared_) return absl::FailedPreconditionError("the layer has not been prepared");
     const int64_t hidden_size = descriptor_.hidden_size;
     const int64_t intermediate_size = descriptor_.intermediate_size;
-    RETURN_IF_ERROR(ValidateBatch(batch, hidden_size, static_cast<int64_t>(experts_.size())));
     const ScopedFlushDenormals flush;
     const DType reply = ReplyDType(batch.rows.dtype);
     std::vector<float> x(hidden_size), gate_up(2 * intermediate_size), h(intermediate_size),
@@ -97,6 +96,7 @@ class ForLoopExperts : public Experts {
     int64_t position = 0;
     int64_t reply_row = 0;
     for (size_t group = 0; group < batch.experts.size(); ++group) {
+      if (batch.stop()) return absl::CancelledError("nobody waits for the result any more");
       const ExpertWeights& expert = experts_[batch.experts[group]];
       for (int64_t i = 0; i < batch.m_sizes[group]; ++i, ++position) {
         const int64_t row = batch.gather[position];

@@ -179,7 +179,7 @@ class Client:
         step = self._rows_per_message(request, hidden_states, deadline)
         try:
             replies = [
-                self._forward_part(request, hidden_states[start : start + step], deadline)
+                self._forward_part(request, start, hidden_states[start : start + step], deadline)
                 for start in range(0, max(tokens, 1), step)
             ]
         except Error:
@@ -292,7 +292,10 @@ class Client:
             )
         return rows
 
-    def _forward_part(self, request: moe_pb2.ForwardRequest, rows: np.ndarray, deadline: float) -> wire.Reply:
+    def _forward_part(
+        self, request: moe_pb2.ForwardRequest, first_row: int, rows: np.ndarray, deadline: float
+    ) -> wire.Reply:
+        request.first_row = first_row
         message = wire.encode_request(request, rows)
         try:
             reply: wire.Reply = self._call("Forward", message, wire.decode_reply, deadline)
