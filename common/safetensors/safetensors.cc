@@ -181,36 +181,37 @@ absl::StatusOr<std::shared_ptr<const SafetensorsFile>> SafetensorsFile::Open(
     return file->Malformed(absl::StrCat("HeaderTooSmall: the file has ", file->size_,
                                         " bytes, expected at least ", kLengthBytes));
   }
-  void* mapping = mmap(nullptr, file->size_, PROT_READ, MAP_PRIVATE, fd, 0);
+  uint64_t length;
+  if (pread(fd, &length, sizeof(length), 0) != sizeof(length)) {
+    return SystemError(errno, absl::StrCat(path, ": read"));
+  }
+  if (length > kMaxSafetensorsHeader) {
+    return file->Malformed(absl::StrCat("HeaderTooLarge: the header has ", length,
+                                        " bytes, at most ", kMaxSafetensorsHeader));
+  }
+  if (length > file->size_ - kLengthBytes) {
+    return file->Malformed(absl::StrCat("InvalidHeaderLength: the header has ", length,
+                                        " bytes, the file ", file->size_ - kLengthBytes,
+                                        " after its length"));
+  }
+  const size_t mapped = kLengthBytes + length;
+  void* mapping = mmap(nullptr, mapped, PROT_READ, MAP_PRIVATE, fd, 0);
   if (mapping == MAP_FAILED) return SystemError(errno, absl::StrCat(path, ": mmap"));
-  file->mapping_ = static_cast<const std::byte*>(mapping);
-  RETURN_IF_ERROR(file->ParseHeader());
-  file->ReleasePages();
+  const absl::Status parsed = file->ParseHeader(static_cast<const std::byte*>(mapping), length);
+  munmap(mapping, mapped);
+  RETURN_IF_ERROR(parsed);
   return file;
 }
 
-SafetensorsFile::~SafetensorsFile() {
-  if (mapping_ != nullptr) munmap(const_cast<std::byte*>(mapping_), size_);
-  close(fd_);
-}
+SafetensorsFile::~SafetensorsFile() { close(fd_); }
 
 absl::Status SafetensorsFile::Malformed(const std::string& what) const {
   return absl::InvalidArgumentError(absl::StrCat(path_, ": ", what));
 }
 
-absl::Status SafetensorsFile::ParseHeader() {
-  uint64_t length;
-  std::memcpy(&length, mapping_, sizeof(length));
-  if (length > kMaxSafetensorsHeader) {
-    return Malformed(absl::StrCat("HeaderTooLarge: the header has ", length, " bytes, at most ",
-                                  kMaxSafetensorsHeader));
-  }
-  if (length > size_ - kLengthBytes) {
-    return Malformed(absl::StrCat("InvalidHeaderLength: the header has ", length,
-                                  " bytes, the file ", size_ - kLengthBytes, " after its length"));
-  }
+absl::Status SafetensorsFile::ParseHeader(const std::byte* bytes, uint64_t length) {
   absl::StatusOr<json> header =
-      ParseStrictJson(std::string(reinterpret_cast<const char*>(mapping_ + kLengthBytes), length));
+      ParseStrictJson(std::string(reinterpret_cast<const char*>(bytes + kLengthBytes), length));
   if (!header.ok()) {
     return Malformed(absl::StrCat("InvalidHeader: ", header.status().message()));
   }
@@ -326,16 +327,6 @@ absl::StatusOr<Tensor> SafetensorsFile::ReadTensor(const std::string& name) cons
   Tensor tensor(info->dtype, info->shape);
   RETURN_IF_ERROR(Read(name, 0, info->num_bytes, tensor.data()));
   return tensor;
-}
-
-absl::StatusOr<const std::byte*> SafetensorsFile::Map(const std::string& name) const {
-  ASSIGN_OR_RETURN(const TensorInfo* info, Find(name));
-  return mapping_ + info->file_offset;
-}
-
-void SafetensorsFile::ReleasePages() const {
-  // Advice: nothing depends on its success.
-  madvise(const_cast<std::byte*>(mapping_), size_, MADV_DONTNEED);
 }
 
 void SafetensorsFile::AdviseRandom(bool random) const {

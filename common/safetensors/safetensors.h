@@ -31,12 +31,13 @@ struct TensorInfo {
 
 // A file, opened for reading. Immutable: all methods may be called concurrently.
 //
-// The file is mapped, but only its header is read through the mapping (and its pages are dropped
-// after that). Read() copies with pread instead: a file that is cut short while it is open is then
-// an error and not a SIGBUS, and no page of the file ever counts as this process's memory.
+// The header is parsed in a mapping that goes away with Open(). The tensors are not mapped but
+// copied with pread: a file that is cut short while it is open is then an error and not a SIGBUS,
+// no page of the file ever counts as this process's memory, and the one copy goes straight to where
+// the weights stay.
 class SafetensorsFile {
  public:
-  // Maps the file and checks its whole header. NOT_FOUND, PERMISSION_DENIED, INVALID_ARGUMENT
+  // Opens the file and checks its whole header. NOT_FOUND, PERMISSION_DENIED, INVALID_ARGUMENT
   // (malformed; the message starts with the path and names the tensor).
   static absl::StatusOr<std::shared_ptr<const SafetensorsFile>> Open(const std::string& path);
 
@@ -60,24 +61,17 @@ class SafetensorsFile {
   // The whole tensor, copied. Its dtype must have whole bytes.
   absl::StatusOr<Tensor> ReadTensor(const std::string& name) const;
 
-  // The tensor's bytes inside the mapping, valid while this object lives; not aligned to the
-  // element. For files nobody else writes to: touching bytes that have been cut off is a SIGBUS.
-  absl::StatusOr<const std::byte*> Map(const std::string& name) const;
-
-  // Gives back the memory of pages that were touched through Map(); they stay readable.
-  void ReleasePages() const;
-
   // Tells the system not to read ahead of Read() (random = true), or to do so again.
   void AdviseRandom(bool random) const;
 
  private:
   SafetensorsFile(std::string path, int fd) : path_(std::move(path)), fd_(fd) {}
-  absl::Status ParseHeader();
+  // `bytes`: the first bytes of the file, up to the end of its header of `length` bytes.
+  absl::Status ParseHeader(const std::byte* bytes, uint64_t length);
   absl::Status Malformed(const std::string& what) const;
 
   const std::string path_;
   const int fd_;
-  const std::byte* mapping_ = nullptr;  // the whole file; null only while opening
   size_t size_ = 0;
   std::map<std::string, TensorInfo> tensors_;
   std::map<std::string, std::string> metadata_;

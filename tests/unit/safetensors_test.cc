@@ -4,6 +4,7 @@
 #include "common/safetensors/safetensors.h"
 
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -87,9 +88,6 @@ TEST_F(SafetensorsTest, ReadsTensorsOfAnyAlignmentAndKeepsMetadata) {
   ASSERT_TRUE(a.ok()) << a.status();
   EXPECT_THAT(a->shape(), ElementsAre(1, 2));
   EXPECT_EQ(std::memcmp(a->data(), "\1\2\3\4\5\6\7\10", 8), 0);
-  const auto mapped = (*file)->Map("a");
-  ASSERT_TRUE(mapped.ok());
-  EXPECT_EQ(std::memcmp(*mapped, "\1\2\3\4\5\6\7\10", 8), 0);
 
   EXPECT_EQ((*file)->ReadTensor("empty")->num_elements(), 0);
   EXPECT_EQ((*file)->ReadTensor("scalar")->num_elements(), 1);
@@ -342,13 +340,15 @@ TEST_F(SafetensorsTest, ReadingLeavesNoPageOfTheFileResident) {
   EXPECT_EQ(ResidentBytes(path_), 0);
   ASSERT_TRUE((*file)->ReadTensor("w").ok());
   EXPECT_EQ(ResidentBytes(path_), 0);
-  const std::byte* mapped = *(*file)->Map("w");
-  int sum = 0;
-  for (size_t i = 0; i < tensor.num_bytes(); i += 4096) sum += static_cast<int>(mapped[i]);
-  EXPECT_EQ(sum, 1024);
+  // The count is not blind: pages that are touched through a mapping do show.
+  const int fd = open(path_.c_str(), O_RDONLY);
+  void* mapping = mmap(nullptr, tensor.num_bytes(), PROT_READ, MAP_PRIVATE, fd, 0);
+  ASSERT_NE(mapping, MAP_FAILED);
+  volatile char sum = 0;
+  for (size_t i = 0; i < tensor.num_bytes(); i += 4096) sum = sum + static_cast<char*>(mapping)[i];
   EXPECT_GE(ResidentBytes(path_), 4 << 20);
-  (*file)->ReleasePages();
-  EXPECT_EQ(ResidentBytes(path_), 0);
+  munmap(mapping, tensor.num_bytes());
+  close(fd);
 }
 
 std::string Slurp(const std::string& path) {

@@ -371,6 +371,20 @@ TEST(TensorCodec, RefusalsNameTheField) {
   }
 }
 
+// Refusals travel as metadata, which has little room.
+TEST(TensorCodec, RefusalsOfManyExtentsAreShort) {
+  for (const int64_t extent : {int64_t{-1}, int64_t{1}, kMax}) {
+    std::string packed;
+    for (int i = 0; i < 5000; ++i) packed += Varint(static_cast<uint64_t>(extent));
+    const std::string refusal =
+        Refusal(Number(kDtype, v1::DATA_TYPE_F32) + LengthDelimited(kShape, packed) +
+                LengthDelimited(kData, "12345678"));
+    EXPECT_THAT(refusal, StartsWith("INVALID_ARGUMENT: rows."));
+    EXPECT_THAT(refusal, HasSubstr(absl::StrCat("[", extent, ", ", extent)));
+    EXPECT_LT(refusal.size(), 400u);
+  }
+}
+
 // A sender may claim any length. Memory is taken for what is there only.
 TEST(TensorCodec, AllocatesNothingForBytesThatAreNotThere) {
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // they map terabytes
