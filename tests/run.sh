@@ -20,7 +20,7 @@ ran; the exit code is 0 if all of it passed.
                 tests/requirements-reference.txt, torch among them (1 to 3 GB), into build/reference-venv
   --full        also what takes long: `full` (ctest label `full`), `fault full` (those marked `full`) and
                 `clean_machine` (tests/clean_machine.sh)
-  --preset NAME a preset of CMakePresets.json: release (default), asan, tsan
+  --preset NAME a preset of CMakePresets.json: release (default) or asan
   --help        this text
 
 Python packages go into virtual environments below build/, made on the first run and kept. pip gets them from

@@ -87,6 +87,12 @@ absl::Status Run(const Options& options) {
     ASSIGN_OR_RETURN(const Tensor hidden_states, captured->ReadTensor(prefix + "hidden_states"));
     ASSIGN_OR_RETURN(const Tensor expected, captured->ReadTensor(prefix + "output"));
     ASSIGN_OR_RETURN(const Tensor expected_ids, captured->ReadTensor(prefix + "topk_ids"));
+    if (!IsActivationDType(expected.dtype()) || expected_ids.dtype() != DType::kI32) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(options.captured, ": ", prefix, "output and ", prefix,
+                       "topk_ids: expected F32, BF16 or F16 and I32, got ",
+                       NameOf(expected.dtype()), " and ", NameOf(expected_ids.dtype())));
+    }
     const auto start = std::chrono::steady_clock::now();
     ASSIGN_OR_RETURN(const MoeOutput result, client->Forward(layer.layer(), hidden_states));
     const double ms =

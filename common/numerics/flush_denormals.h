@@ -32,7 +32,8 @@ class ScopedFlushDenormals {
 #define KERNEL_NOINLINE __attribute__((noinline, noclone))
 
 // Lets the compiler use the FMA instruction for std::fma in one function. Processors without it are
-// refused at start-up (CheckCpu), so there is one result everywhere.
+// refused at start-up (InitProcess), so there is one result everywhere; a program that uses this
+// code as a library calls that first.
 #define KERNEL_FMA __attribute__((target("fma")))
 
 }  // namespace expertmesh

@@ -7,7 +7,6 @@
 
 #include <cstdint>
 
-#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
@@ -30,7 +29,8 @@ struct HostPort {
   std::string port;
 };
 
-absl::StatusOr<HostPort> Parse(const std::string& address) {
+// `field`: what the address is called in the error text.
+absl::StatusOr<HostPort> Parse(const std::string& field, const std::string& address) {
   const size_t colon = address.rfind(':');
   if (colon != std::string::npos && colon > 0) {
     HostPort parsed = {address.substr(0, colon), address.substr(colon + 1)};
@@ -38,13 +38,13 @@ absl::StatusOr<HostPort> Parse(const std::string& address) {
         parsed.host.size() > 2 && parsed.host.front() == '[' && parsed.host.back() == ']';
     if (brackets) parsed.host = parsed.host.substr(1, parsed.host.size() - 2);
     int port = -1;
-    if ((brackets || !absl::StrContains(parsed.host, ':')) &&
+    if ((brackets || parsed.host.find_first_of(":[]") == std::string::npos) &&
         absl::SimpleAtoi(parsed.port, &port) && port >= 0 && port <= 65535) {
       return parsed;
     }
   }
   return absl::InvalidArgumentError(absl::StrCat(
-      "address: expected HOST:PORT with a port from 0 to 65535 (IPv6 as [ADDRESS]:PORT), got \"",
+      field, ": expected HOST:PORT with a port from 0 to 65535 (IPv6 as [ADDRESS]:PORT), got \"",
       address, "\""));
 }
 
@@ -92,6 +92,10 @@ absl::StatusOr<std::string> ResolveAll(const std::vector<HostPort>& addresses) {
 
 }  // namespace
 
+absl::Status CheckAddress(const std::string& field, const std::string& address) {
+  return Parse(field, address).status();
+}
+
 absl::StatusOr<std::shared_ptr<grpc::Channel>> MakeChannel(const std::string& addresses,
                                                            const ChannelOptions& options) {
   grpc::ChannelArguments args;
@@ -108,7 +112,7 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> MakeChannel(const std::string& ad
   args.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
   std::vector<HostPort> list;
   for (const absl::string_view address : absl::StrSplit(addresses, ',')) {
-    ASSIGN_OR_RETURN(HostPort parsed, Parse(std::string(address)));
+    ASSIGN_OR_RETURN(HostPort parsed, Parse("address", std::string(address)));
     list.push_back(std::move(parsed));
   }
   // One name is resolved by gRPC itself, again and again until it is known.
@@ -123,7 +127,7 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> MakeChannel(const std::string& ad
 absl::StatusOr<ListeningServer> StartServer(const std::string& listen,
                                             const std::vector<grpc::Service*>& services,
                                             const ChannelOptions& options) {
-  RETURN_IF_ERROR(Parse(listen).status());
+  RETURN_IF_ERROR(CheckAddress("listen", listen));
   grpc::EnableDefaultHealthCheckService(true);
   grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   grpc::ServerBuilder builder;

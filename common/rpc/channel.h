@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 
@@ -17,6 +18,9 @@ struct ChannelOptions {
   // Largest message in either direction, in bytes. Default 64 MiB. At most 2 GiB - 1.
   int max_message_bytes = 64 << 20;
 };
+
+// INVALID_ARGUMENT, naming `field`, unless `address` is one HOST:PORT. Resolves nothing.
+absl::Status CheckAddress(const std::string& field, const std::string& address);
 
 // A channel to "HOST:PORT", or, with several separated by commas, to whichever of them answer
 // (round robin). Reconnects within about a second after an outage. One name is resolved when it is

@@ -324,6 +324,11 @@ absl::Status SafetensorsFile::Read(const std::string& name, int64_t offset, int6
 
 absl::StatusOr<Tensor> SafetensorsFile::ReadTensor(const std::string& name) const {
   ASSIGN_OR_RETURN(const TensorInfo* info, Find(name));
+  if (BitsOf(info->dtype) % 8 != 0) {
+    return absl::UnimplementedError(absl::StrCat(path_, ": tensor '", name,
+                                                 "': expected elements of whole bytes, given ",
+                                                 NameOf(info->dtype)));
+  }
   Tensor tensor(info->dtype, info->shape);
   RETURN_IF_ERROR(Read(name, 0, info->num_bytes, tensor.data()));
   return tensor;
@@ -345,10 +350,15 @@ absl::Status WriteSafetensors(const std::string& path,
                         absl::StrCat(path, ": ", header.status().message()));
   }
 
+  // A name that nobody has: not even a process of the same id that was killed while it wrote.
   static std::atomic<uint64_t> counter{0};
-  const std::string temporary =
-      absl::StrCat(path, ".tmp-", getpid(), "-", counter.fetch_add(1, std::memory_order_relaxed));
-  const int fd = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+  std::string temporary;
+  int fd = -1;
+  do {
+    temporary =
+        absl::StrCat(path, ".tmp-", getpid(), "-", counter.fetch_add(1, std::memory_order_relaxed));
+    fd = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+  } while (fd < 0 && errno == EEXIST);
   if (fd < 0) return SystemError(errno, absl::StrCat(temporary, ": open"));
   absl::Status status = WriteAndSync(fd, temporary, *header, order);
   if (close(fd) != 0 && status.ok()) {

@@ -1,8 +1,9 @@
 // The safetensors format: 8 bytes little-endian header length N, N bytes of JSON, the tensors'
 // bytes.
 //
-// The reader is strict: it accepts what the format's reference implementation accepts, and refuses
-// duplicate keys as well. Its messages carry that implementation's error names.
+// The reader is strict: it accepts what the format's reference implementation accepts, but for
+// duplicate keys, entries written as arrays and extents of 2^63 and more, which no writer makes.
+// Its messages carry that implementation's error names.
 #pragma once
 
 #include <cstdint>
@@ -58,7 +59,7 @@ class SafetensorsFile {
   absl::Status Read(const std::string& name, int64_t offset, int64_t bytes,
                     void* destination) const;
 
-  // The whole tensor, copied. Its dtype must have whole bytes.
+  // The whole tensor, copied. UNIMPLEMENTED for elements of less than a byte (F4, F6_*).
   absl::StatusOr<Tensor> ReadTensor(const std::string& name) const;
 
   // Tells the system not to read ahead of Read() (random = true), or to do so again.
@@ -80,9 +81,9 @@ class SafetensorsFile {
 // Writes a file that the reader and other implementations accept, with the header padded to 8 bytes
 // and tensors in the order of the reference writer (descending dtype, then name), so that each is
 // aligned to its element. The bytes appear under `path` all at once: they are written to a
-// temporary file in the same folder, synced and renamed; on failure `path` is as it was.
-// INVALID_ARGUMENT (a shape or a name that the format cannot hold), or the error of the file
-// system.
+// temporary file in the same folder, synced and renamed; on failure `path` is as it was, unless it
+// was the folder's own sync after the rename that failed. INVALID_ARGUMENT (a shape or a name that
+// the format cannot hold), or the error of the file system.
 absl::Status WriteSafetensors(const std::string& path,
                               const std::map<std::string, TensorView>& tensors,
                               const std::map<std::string, std::string>& metadata = {});

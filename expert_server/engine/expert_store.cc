@@ -32,6 +32,11 @@ int64_t ExpertStore::BytesOf(const Checkpoint& checkpoint, const Held& held) {
 absl::StatusOr<std::unique_ptr<ExpertStore>> ExpertStore::Load(
     const Checkpoint& checkpoint, const Held& held,
     const std::function<void(const LoadProgress&)>& progress) {
+  for (const auto& [layer_index, expert_ids] : held) {
+    if (checkpoint.model().Find(layer_index) == nullptr) {
+      return absl::NotFoundError(absl::StrCat("layer: the model has no MoE layer ", layer_index));
+    }
+  }
   LoadProgress load = {0, BytesOf(checkpoint, held)};
   const int64_t available = AvailableMemoryBytes();
   if (load.bytes_total > available) {
@@ -44,9 +49,6 @@ absl::StatusOr<std::unique_ptr<ExpertStore>> ExpertStore::Load(
   store->held_ = held;
   for (const auto& [layer_index, expert_ids] : held) {
     const LayerDescription* description = checkpoint.model().Find(layer_index);
-    if (description == nullptr) {
-      return absl::NotFoundError(absl::StrCat("layer: the model has no MoE layer ", layer_index));
-    }
     Layer layer;
     layer.hidden_size = description->experts.hidden_size;
     layer.local_of_expert.assign(description->router.num_experts, -1);

@@ -43,7 +43,7 @@ class ExpertStore {
       const std::function<void(const LoadProgress&)>& progress);
 
   // Computes the rows [P without padding, D] of one slice; expert_ids are global. NOT_FOUND for an
-  // expert that is not here; CANCELLED once `stop` (asked between experts) says so;
+  // expert that is not here; CANCELLED once `stop` (asked every few positions) says so;
   // INVALID_ARGUMENT naming the field when the slice does not fit together.
   absl::StatusOr<Tensor> Forward(
       int32_t layer, absl::Span<const int32_t> expert_ids, absl::Span<const int64_t> m_sizes,

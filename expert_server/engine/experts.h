@@ -22,7 +22,7 @@ struct ExpertBatch {
   absl::Span<const int32_t> experts;  // local index of each group's expert
   absl::Span<const int64_t> m_sizes;  // positions of each group, padding included
   absl::Span<const int32_t> gather;   // [P]: row of each position; -1 is padding and skipped
-  // Asked between experts; once true the computation is given up.
+  // Asked every few positions; once true the computation is given up.
   std::function<bool()> stop = [] { return false; };
 };
 

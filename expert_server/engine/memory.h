@@ -5,8 +5,8 @@
 
 namespace expertmesh {
 
-// The least of: what the machine has available, what the control group has left, and what RLIMIT_AS
-// leaves; in bytes. Limits that cannot be read do not count.
+// The least of: what the machine has available, what its control group and the parents of that have
+// left, and what RLIMIT_AS leaves; in bytes. Limits that cannot be read do not count.
 int64_t AvailableMemoryBytes();
 
 }  // namespace expertmesh

@@ -25,6 +25,9 @@ absl::StatusOr<std::unique_ptr<ExpertServer>> ExpertServer::Start(
     std::function<void(const absl::Status&)> on_refused) {
   ASSIGN_OR_RETURN(const ExpertStore::Held held,
                    ExpertStore::ShardOf(checkpoint.model(), options.shard, options.num_shards));
+  // What is no address now will never be one: no reason to load first and to wait then.
+  RETURN_IF_ERROR(CheckAddress("router", options.router));
+  if (!options.advertise.empty()) RETURN_IF_ERROR(CheckAddress("advertise", options.advertise));
   std::unique_ptr<ExpertServer> server(new ExpertServer(options));
   // The port first: a busy one should be known before minutes of loading.
   ASSIGN_OR_RETURN(server->listening_,

@@ -26,7 +26,7 @@ struct Work {
   absl::Time deadline = absl::InfiniteFuture();
 };
 
-// `stop` is asked between experts.
+// `stop` is asked every few positions.
 absl::StatusOr<Tensor> Compute(const ExpertStore& store, const Work& work,
                                int64_t max_message_bytes, const std::function<bool()>& stop) {
   if (work.header.phase() != v1::PHASE_FORWARD) {

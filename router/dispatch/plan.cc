@@ -1,5 +1,6 @@
 #include "router/dispatch/plan.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>

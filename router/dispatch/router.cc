@@ -57,6 +57,19 @@ absl::Status Wait(Replies& replies, const ForwardCall& call) {
   return replies.status;
 }
 
+// Refuses by name what a description can say but dispatch and combine do not do.
+absl::Status CheckSupported(const LayerDescription& layer) {
+  const auto refuse = [&layer](const char* what) {
+    return absl::UnimplementedError(
+        absl::StrCat("layer ", layer.layer, ": ", what, " not supported yet"));
+  };
+  if (layer.kind != LayerKind::kMoe) return refuse("dense layers are");
+  if (layer.shared.count > 0) return refuse("shared experts are");
+  if (layer.router.weigh_input) return refuse("weights on the experts' input are");
+  if (layer.router.identity_experts > 0) return refuse("identity experts are");
+  return absl::OkStatus();
+}
+
 // The same rows of a [T, n] tensor.
 TensorView Rows(const TensorView& tensor, const std::vector<int64_t>& shape, int64_t begin) {
   const int64_t row_bytes = shape[1] * BytesOf(tensor.dtype);
@@ -91,6 +104,7 @@ absl::StatusOr<std::unique_ptr<Router>> Router::Create(std::shared_ptr<const Che
   }
   std::unique_ptr<Router> router(new Router(std::move(checkpoint), numerics, options));
   for (const LayerDescription& layer : router->checkpoint_->model().layers) {
+    RETURN_IF_ERROR(CheckSupported(layer));
     ASSIGN_OR_RETURN(RouterWeights weights, router->checkpoint_->ReadRouter(layer.layer));
     ASSIGN_OR_RETURN(Gate gate, Gate::Create(layer.router, std::move(weights)));
     router->gates_.emplace(layer.layer, std::move(gate));

@@ -13,6 +13,11 @@
 namespace expertmesh {
 namespace {
 
+// A caller with less time than this left is told not to try again: gRPC would repeat the call by
+// itself, the deadline would end that, and the reason would be lost.
+constexpr absl::Duration kNoTimeToRetry = absl::Milliseconds(250);
+constexpr char kRetryPushbackKey[] = "grpc-retry-pushback-ms";  // -1: do not
+
 // Refuses what the contract reserves for later, by name.
 absl::Status CheckSupported(const v1::ForwardRequest& request) {
   const auto refuse = [](const char* field) {
@@ -126,12 +131,15 @@ grpc::ServerUnaryReactor* MoeServiceImpl::Forward(grpc::CallbackServerContext* c
     return reactor.get();
   }
   const absl::Time deadline = absl::FromChrono(context->deadline());
-  const bool queued = executor_->TryRun([this, reactor, deadline, request, response] {
+  const bool queued = executor_->TryRun([this, reactor, context, deadline, request, response] {
     absl::StatusOr<grpc::ByteBuffer> result =
         reactor->cancelled()
             ? absl::CancelledError("the caller has given up")
             : RunForward(*router_, *request, deadline, [&reactor] { return reactor->cancelled(); });
     if (result.ok()) *response = *std::move(result);
+    if (absl::IsUnavailable(result.status()) && deadline - absl::Now() < kNoTimeToRetry) {
+      context->AddTrailingMetadata(kRetryPushbackKey, "-1");
+    }
     reactor->Finish(ToGrpcStatus(result.status()));
   });
   if (!queued) {

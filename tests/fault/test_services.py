@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+
 import grpc
 import pytest
-from models import SMALL
-from processes import wait_until
+from expert_stream import ExpertStream
+from models import SMALL, write_checkpoint
+from processes import free_port, wait_until
 
 SERVING, NOT_SERVING = b"\x08\x01", b"\x08\x02"  # grpc.health.v1.HealthCheckResponse.status
 ROUTER = "expertmesh.v1.MoeService"
@@ -40,6 +43,27 @@ def test_health_follows_the_cluster(processes):
         with pytest.raises(grpc.RpcError) as caught:
             health(router, service)
         assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+def test_a_server_that_loads_does_not_serve(processes, tmp_path):
+    model = write_checkpoint(
+        tmp_path / "model", experts=16, top_k=2, hidden=2048, intermediate=2048, layers=4, sparse=True
+    )
+    port = free_port()
+    address = f"127.0.0.1:{port}"
+    # 1.5 GiB to read, at the lowest priority: this test has to be faster.
+    server = processes.server(model, "127.0.0.1:1", port=port, prefix=("nice", "-n", "19"))
+
+    def listens() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    wait_until("it listens", listens)
+    with ExpertStream(address) as stream:
+        answers = [health(address), stream.call.code(), stream.call.details()]
+    assert "serving on" not in server.log.read_text(), "loaded too fast for this test"
+    assert answers == [NOT_SERVING, grpc.StatusCode.UNAVAILABLE, "the experts are still being loaded"]
+    assert server.running()
 
 
 def test_reflection(processes):

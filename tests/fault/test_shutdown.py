@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 
 import grpc
 import pytest
-from models import OLMOE, reply_bits, request, stub, tokens
-from processes import children, exists, wait_until
+from models import OLMOE, reply_bits, request, stub, tokens, write_checkpoint
+from processes import children, command_line, exists, wait_until
 
 LAYER = 0
 CALLS = 20
@@ -92,6 +93,39 @@ def test_sigint_is_like_sigterm(processes):
     serve.address()
     serve.signal(signal.SIGINT)
     assert serve.wait() == 0
+
+
+@pytest.mark.parametrize("program", ["router", "server"])
+def test_sigterm_while_loading(processes, tmp_path, program):
+    """The end does not wait for the load."""
+    if program == "server":
+        size = {"experts": 16, "hidden": 2048, "intermediate": 2048, "layers": 4}  # 1.5 GiB to read
+    else:
+        size = {"experts": 256, "hidden": 65536, "intermediate": 1, "layers": 16}  # gates of 0.5 GiB
+    model = write_checkpoint(tmp_path / "model", top_k=2, sparse=True, **size)
+    binary = processes.binaries / ("expertmesh-router" if program == "router" else "expertmesh-expert-server")
+    # At the lowest priority: this test has to be faster.
+    process = processes.start("nice", "-n", 19, binary, "--model", model, "--listen", "127.0.0.1:0", name=program)
+    wait_until("it loads", lambda: ": model " in process.log.read_text())
+    assert process.stop(5) == 0
+    assert "serving on" not in process.log.read_text(), "loaded too fast for this test"
+    assert "listening" not in process.output.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_serve_is_stopped_before_its_router_listens(processes, tmp_path, number):
+    shutil.copy2(processes.binaries / "expertmesh", tmp_path)
+    router = tmp_path / "expertmesh-router"
+    router.write_text("#!/bin/sh\nexec sleep 1000\n")  # one that loads for ever
+    router.chmod(0o755)
+    serve = processes.start(tmp_path / "expertmesh", "serve", "--model", OLMOE, "--port", 0, name="serve")
+    [child] = wait_until("the router is started", lambda: children(serve))
+    wait_until("it sleeps", lambda: command_line(child)[0] == "sleep")
+    start = time.monotonic()
+    serve.signal(number)
+    assert serve.wait() == 0
+    assert time.monotonic() - start < 5
+    assert not exists(child)
 
 
 def test_killed_serve_leaves_no_children(processes):

@@ -19,10 +19,10 @@ def with_tensor(dtype: int, shape: list[int], data: bytes) -> moe_pb2.ForwardReq
     return moe_pb2.ForwardRequest(layer=0, hidden_states=Tensor(dtype=dtype, shape=shape, data=data))
 
 
-def with_row(value: float, row: int) -> moe_pb2.ForwardRequest:
+def with_row(value: float, row: int, **fields: object) -> moe_pb2.ForwardRequest:
     x = tokens(HIDDEN, 4)
     x[row, 5] = value
-    return request(0, x)
+    return request(0, x, **fields)
 
 
 GOOD = tokens(HIDDEN, 4)
@@ -88,6 +88,19 @@ def test_another_model_or_placement(address, field, value):
     assert field in details and str(value) in details
 
 
+def test_texts_stay_short(address):
+    """Errors travel as metadata, which is limited: a long one would be lost with its code."""
+    long = "f" * 20_000
+    details = refused(address, request(0, GOOD, model_fingerprint=long), grpc.StatusCode.FAILED_PRECONDITION)
+    assert "model_fingerprint: expected " in details and "ffff" in details and len(details) < 4000
+    for shape in ([1] * 5000, [-1] * 5000, [1 << 62] * 5000):
+        details = refused(address, with_tensor(F32, shape, bytes(4)), grpc.StatusCode.INVALID_ARGUMENT)
+        assert "hidden_states.shape" in details and str(shape[0]) in details and len(details) < 4000
+    with expertmesh.Client(address) as client:
+        with pytest.raises(expertmesh.Error, match="FAILED_PRECONDITION: model_fingerprint: expected"):
+            client.forward(0, GOOD, model_fingerprint=long)
+
+
 def test_bytes_that_are_no_message(address):
     channel = grpc.insecure_channel(address)
     call = channel.unary_unary("/expertmesh.v1.MoeService/Forward")
@@ -122,6 +135,18 @@ def test_rows_beside_a_nan(address):
             client.forward(0, bad)
         others = [0, 1, 3]
         assert client.forward(0, x[others]).output.tobytes() == whole[others].tobytes()
+
+
+def test_rows_are_numbered_as_the_caller_does(address):
+    """Also where the SDK sends a call in parts, of 15 rows or so."""
+    part = with_row(np.nan, 2, first_row=1000)
+    assert "row 1002" in refused(address, part, grpc.StatusCode.INVALID_ARGUMENT)
+    x = tokens(HIDDEN, 100)
+    x[77, 3] = np.nan
+    x[78, 3] = np.nan
+    with expertmesh.Client(address, max_message_bytes=5000) as client:
+        with pytest.raises(expertmesh.Error, match=r"INVALID_ARGUMENT: hidden_states.*row 77\b"):
+            client.forward(0, x)
 
 
 def test_through_the_sdk(address):

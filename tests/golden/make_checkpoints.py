@@ -12,7 +12,7 @@ Every checkpoint is FOLDER/<family>-<dtype>-e<experts>k<top_k>-<layout>:
 
 The committed ones have only the first two.
 
-The sizes are odd on purpose: no multiple of a vector, a tile or a scale block. FOLDER/cases.json
+The sizes are uneven on purpose: the committed ones are no multiple of a vector, none is one of 64. FOLDER/cases.json
 lists what was written. The same arguments give the same bytes.
 """
 

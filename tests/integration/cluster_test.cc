@@ -6,17 +6,22 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <random>
 #include <string>
 #include <thread>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "client/cpp/client.h"
 #include "client/cpp/local_cluster.h"
+#include "common/rpc/channel.h"
+#include "common/rpc/tensor_codec.h"
 #include "common/status.h"
 #include "expert_server/service/expert_server.h"
+#include "expertmesh/v1/moe.grpc.pb.h"
 #include "router/service/router_server.h"
 #include "tests/random_tensor.h"
 
@@ -227,6 +232,16 @@ TEST_F(ClusterTest, WrongInputIsNamedAndDisturbsNobody) {
   neighbour.join();
 }
 
+TEST_F(ClusterTest, DtypesThatDoNotTravelAreNamed) {
+  const auto client = Client::Create("127.0.0.1:1").value();  // asks nobody
+  for (const DType dtype : {DType::kF64, DType::kI8, DType::kU8, DType::kI64}) {
+    const absl::Status status = client->Forward(0, Tensor(dtype, {2, 4})).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_EQ(std::string(status.message()),
+              absl::StrCat("hidden_states.dtype: expected F32, BF16 or F16, got ", NameOf(dtype)));
+  }
+}
+
 // Requests over the message limit are split by the client; that changes no bit.
 TEST_F(ClusterTest, LargeRequestsAreSplit) {
   Cluster cluster(dir_);
@@ -237,6 +252,12 @@ TEST_F(ClusterTest, LargeRequestsAreSplit) {
   ClientOptions small;
   small.max_message_bytes = 64 << 10;
   ExpectSame(whole, 0, cluster.NewClient(small)->Forward(layer.layer, rows));
+  // Rows are numbered as the caller does.
+  Tensor nan = RandomRows(DType::kF32, 3000, layer.experts.hidden_size, 9);
+  nan.as<float>()[2500 * layer.experts.hidden_size + 3] = std::nanf("");
+  const absl::Status status = cluster.NewClient(small)->Forward(layer.layer, nan).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("hidden_states: row 2500 "));
 }
 
 TEST_F(ClusterTest, CallsWaitForServersThatComeLate) {
@@ -319,6 +340,154 @@ TEST_F(ClusterTest, APortInUseIsNamed) {
   const auto second = RouterServer::Start(Checkpoint::Open(dir_).value(), options);
   ASSERT_FALSE(second.ok());
   EXPECT_THAT(std::string(second.status().message()), HasSubstr(cluster.address()));
+}
+
+// A router that answers whatever a test wants.
+class FakeRouter final
+    : public v1::MoeService::WithRawCallbackMethod_Forward<v1::MoeService::Service> {
+ public:
+  // `hidden_states`: of the request; `call`: 0, 1, ...
+  using Answer = std::function<grpc::ByteBuffer(const Tensor& hidden_states, int call)>;
+
+  explicit FakeRouter(Answer answer)
+      : answer_(std::move(answer)), listening_(StartServer("127.0.0.1:0", {this}).value()) {}
+  ~FakeRouter() { listening_.server->Shutdown(); }
+
+  grpc::ServerUnaryReactor* Forward(grpc::CallbackServerContext* context,
+                                    const grpc::ByteBuffer* request,
+                                    grpc::ByteBuffer* response) override {
+    v1::ForwardRequest header;
+    Tensor hidden_states;
+    EXPECT_TRUE(DecodeWithTensor(*request, "hidden_states", &header, &hidden_states).ok());
+    *response = answer_(hidden_states, calls_++);
+    grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+    reactor->Finish(grpc::Status::OK);
+    return reactor;
+  }
+
+  const std::string& address() const { return listening_.address; }
+
+ private:
+  const Answer answer_;
+  std::atomic<int> calls_ = 0;
+  const ListeningServer listening_;
+};
+
+grpc::ByteBuffer Reply(const Tensor& output, const Tensor& ids, const Tensor& weights) {
+  v1::ForwardResponse response;
+  ToProto(ids, response.mutable_topk_ids());
+  ToProto(weights, response.mutable_topk_weights());
+  return EncodeWithTensor(response, output);
+}
+
+// As it should be, with zeros.
+grpc::ByteBuffer GoodReply(const Tensor& hidden_states, int64_t top_k = 2) {
+  const int64_t tokens = hidden_states.dim(0);
+  return Reply(Tensor(hidden_states.dtype(), hidden_states.shape()),
+               Tensor(DType::kI32, {tokens, top_k}), Tensor(DType::kF32, {tokens, top_k}));
+}
+
+grpc::ByteBuffer RawReply(const std::string& bytes) {
+  const grpc::Slice slice(bytes);
+  return grpc::ByteBuffer(&slice, 1);
+}
+
+grpc::ByteBuffer Truncated(const grpc::ByteBuffer& reply, size_t bytes_less) {
+  std::vector<grpc::Slice> slices;
+  EXPECT_TRUE(reply.Dump(&slices).ok());
+  std::string bytes;
+  for (const grpc::Slice& slice : slices) bytes.append(slice.begin(), slice.end());
+  return RawReply(bytes.substr(0, bytes.size() - bytes_less));
+}
+
+TEST(Client, NonsenseOfTheRouterIsAnError) {
+  const Tensor rows(DType::kF32, {4, 8});
+  const Tensor ids(DType::kI32, {4, 2}), weights(DType::kF32, {4, 2});
+  v1::ForwardResponse short_ids;
+  ToProto(ids, short_ids.mutable_topk_ids());
+  ToProto(weights, short_ids.mutable_topk_weights());
+  short_ids.mutable_topk_ids()->mutable_data()->pop_back();
+  v1::ForwardResponse huge;
+  huge.mutable_topk_ids()->set_dtype(v1::DATA_TYPE_I32);
+  huge.mutable_topk_ids()->add_shape(int64_t{1} << 62);
+  huge.mutable_topk_ids()->add_shape(int64_t{1} << 62);
+  const auto output = [&](DType dtype, const std::vector<int64_t>& shape) {
+    return Reply(Tensor(dtype, shape), ids, weights);
+  };
+  const std::vector<std::pair<grpc::ByteBuffer, std::string>> replies = {
+      {RawReply(""), "topk_ids.dtype"},
+      {RawReply(std::string(40, '\xff')),
+       "the bytes received are no expertmesh.v1.ForwardResponse"},
+      {Truncated(GoodReply(rows), 1), "the bytes received are no expertmesh.v1.ForwardResponse"},
+      {RawReply(std::string("\x7a\xff\xff\xff\xff\x07")), "the bytes received are no"},
+      {output(DType::kBF16, {4, 8}), "output: expected F32 [4, 8], got BF16 [4, 8]"},
+      {output(DType::kI64, {4, 8}), "output: expected F32 [4, 8], got I64 [4, 8]"},
+      {output(DType::kF32, {3, 8}), "output: expected F32 [4, 8], got F32 [3, 8]"},
+      {output(DType::kF32, {5, 8}), "output: expected F32 [4, 8], got F32 [5, 8]"},
+      {output(DType::kF32, {0, 8}), "output: expected F32 [4, 8], got F32 [0, 8]"},
+      {output(DType::kF32, {4, 9}), "output: expected F32 [4, 8], got F32 [4, 9]"},
+      {output(DType::kF32, {8, 4}), "output: expected F32 [4, 8], got F32 [8, 4]"},
+      {output(DType::kF32, {32}), "output: expected F32 [4, 8], got F32 [32]"},
+      {output(DType::kF32, {}), "output: expected F32 [4, 8], got F32 []"},
+      {Encode(huge), "topk_ids.shape"},
+      {EncodeWithTensor(short_ids, rows), "topk_ids.data: expected 32 bytes"},
+      {Reply(rows, weights, weights), "topk_ids: expected I32 [4, 2], got F32 [4, 2]"},
+      {Reply(rows, ids, ids), "topk_weights: expected F32 [4, 2], got I32 [4, 2]"},
+      {Reply(rows, Tensor(DType::kI32, {5, 2}), weights),
+       "topk_ids: expected I32 [4, 2], got I32 [5"},
+      {Reply(rows, Tensor(DType::kI32, {8}), weights),
+       "topk_ids: expected I32 [4, 0], got I32 [8]"},
+      {Reply(rows, ids, Tensor(DType::kF32, {4, 3})),
+       "topk_weights: expected F32 [4, 2], got F32 [4"},
+      {Reply(rows, ids, Tensor(DType::kF32, {0, 2})),
+       "topk_weights: expected F32 [4, 2], got F32 [0"},
+  };
+  FakeRouter router([&](const Tensor& hidden_states, int call) {
+    return call < static_cast<int>(replies.size()) ? replies[call].first : GoodReply(hidden_states);
+  });
+  const auto client = Client::Create(router.address()).value();
+  for (const auto& [reply, text] : replies) {
+    const absl::Status status = client->Forward(0, rows).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << text << "; " << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("malformed reply of the router: "));
+    EXPECT_THAT(std::string(status.message()), HasSubstr(text));
+  }
+  const absl::StatusOr<MoeOutput> good = client->Forward(0, rows);
+  ASSERT_TRUE(good.ok()) << good.status();
+  EXPECT_EQ(good->topk_ids.shape(), (std::vector<int64_t>{4, 2}));
+}
+
+TEST(Client, NonsenseInOnePartOfACallIsAnError) {
+  const auto less = [](const Tensor& x) { return Slice(x, 0, x.dim(0) - 1); };
+  const std::vector<std::function<grpc::ByteBuffer(const Tensor&)>> nonsense = {
+      [](const Tensor& x) { return GoodReply(x, /*top_k=*/3); },
+      [](const Tensor& x) { return GoodReply(x, /*top_k=*/1); },
+      [](const Tensor& x) { return GoodReply(x, /*top_k=*/0); },
+      [&](const Tensor& x) { return GoodReply(less(x)); },
+      [](const Tensor& x) {
+        return GoodReply(Tensor(DType::kF32, {x.dim(0) + 1, x.dim(1)}));
+      },
+      [](const Tensor& x) { return GoodReply(Tensor(DType::kBF16, x.shape())); },
+      [](const Tensor& x) { return Truncated(GoodReply(x), 5); },
+      [](const Tensor&) { return RawReply(""); },
+  };
+  const Tensor rows(DType::kF32, {2000, 8});
+  ClientOptions options;
+  options.max_message_bytes = 64 << 10;
+  for (const int bad_call : {0, 1, 2}) {
+    for (size_t i = 0; i < nonsense.size(); ++i) {
+      FakeRouter router([&](const Tensor& hidden_states, int call) {
+        return call == bad_call ? nonsense[i](hidden_states) : GoodReply(hidden_states);
+      });
+      const auto client = Client::Create(router.address(), options).value();
+      const absl::Status status = client->Forward(0, rows).status();
+      EXPECT_EQ(status.code(), absl::StatusCode::kInternal)
+          << "part " << bad_call << ", case " << i;
+      EXPECT_THAT(std::string(status.message()), HasSubstr("malformed reply of the router: "));
+    }
+  }
+  FakeRouter router([](const Tensor& hidden_states, int) { return GoodReply(hidden_states); });
+  EXPECT_TRUE(Client::Create(router.address(), options).value()->Forward(0, rows).ok());
 }
 
 TEST(Client, SaysThatNoRouterIsThere) {

@@ -315,6 +315,15 @@ TEST_F(SafetensorsTest, AFileCutShortWhileOpenIsAnErrorOfTheRead) {
   EXPECT_THAT(Text(status), AllOf(HasSubstr("'b'"), HasSubstr("shorter")));
 }
 
+TEST_F(SafetensorsTest, TensorsOfLessThanAByteAnElementAreNotCopied) {
+  const auto file =
+      OpenBytes(FileOf(R"({"w":{"dtype":"F6_E2M3","shape":[4,128],"data_offsets":[0,384]}})", 384));
+  ASSERT_TRUE(file.ok()) << file.status();
+  const auto tensor = (*file)->ReadTensor("w");
+  EXPECT_EQ(tensor.status().code(), absl::StatusCode::kUnimplemented);
+  EXPECT_THAT(std::string(tensor.status().message()), HasSubstr("'w'"));
+}
+
 // Bytes of this process's memory that are pages of the file.
 int64_t ResidentBytes(const std::string& path) {
   std::ifstream maps("/proc/self/smaps");

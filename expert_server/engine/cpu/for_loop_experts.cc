@@ -15,6 +15,10 @@ namespace {
 // next. Each chain keeps its own order, so this changes no bit.
 constexpr int64_t kChains = 8;
 
+// Positions between two questions whether anybody still waits: seldom enough to cost nothing, often
+// enough to answer within seconds however wide the layer and however many rows one expert has.
+constexpr int64_t kStopInterval = 8;
+
 // y[n] = sum over k of x[k] * w[n, k] for n in [0, rows): one chain of fused multiply-adds from +0
 // for each n. fp32 weights: k ascending. 16-bit weights: pairs of neighbouring k, the odd one
 // first; an odd number of k is padded with a zero product, which turns -0 into +0.
@@ -96,9 +100,11 @@ class ForLoopExperts : public Experts {
     int64_t position = 0;
     int64_t reply_row = 0;
     for (size_t group = 0; group < batch.experts.size(); ++group) {
-      if (batch.stop()) return absl::CancelledError("nobody waits for the result any more");
       const ExpertWeights& expert = experts_[batch.experts[group]];
       for (int64_t i = 0; i < batch.m_sizes[group]; ++i, ++position) {
+        if (i % kStopInterval == 0 && batch.stop()) {
+          return absl::CancelledError("nobody waits for the result any more");
+        }
         const int64_t row = batch.gather[position];
         if (row < 0) continue;
         for (int64_t d = 0; d < hidden_size; ++d) {

@@ -315,7 +315,12 @@ def test_tensors_that_do_not_fit_are_named(served):
     refused(lambda: from_pretrained(folder, client), norm, "[160]", "[159]")
     index = {"metadata": {}, "weight_map": {name: "../model.safetensors" for name in tensors}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file(tensors, file)
+    from_pretrained(folder, client)  # where both are there, the index is not looked at
+    file.unlink()
     refused(lambda: from_pretrained(folder, client), "../model.safetensors")
+    (folder / "model.safetensors.index.json").unlink()
+    refused(lambda: from_pretrained(folder, client), "model.safetensors", "neither")
 
 
 # --- memory ----------------------------------------------------------------------------------------------

@@ -133,9 +133,9 @@ class Client:
         timeout: seconds a call may take when it does not say otherwise.
         max_message_bytes: the routers' message limit in bytes; larger requests are sent in parts.
         """
-        if max_message_bytes <= _HEADER_BYTES:
+        if not isinstance(max_message_bytes, int) or max_message_bytes <= _HEADER_BYTES:
             raise _invalid(
-                f"max_message_bytes: expected more than {_HEADER_BYTES}, given {max_message_bytes}"
+                f"max_message_bytes: expected more than {_HEADER_BYTES}, given {max_message_bytes!r}"
             )
         self._address = address
         self._timeout = _positive("timeout", timeout)
@@ -326,12 +326,15 @@ class Client:
 
     def _connected(self) -> grpc.Channel:
         fork.check()
+        target = ""
+        if self._channel is None or self._pid != os.getpid():
+            target = channel_target(self._address)  # may wait for a name server: not under the lock
         with fork.LOCK:
             if self._closed:
                 raise self._closed_error()
             if self._channel is None or self._pid != os.getpid():
                 # A forked child cannot use its parent's connection.
-                target = channel_target(self._address)
+                target = target or channel_target(self._address)
                 options = channel_options(self._address, self._max_message_bytes)
                 self._channel = grpc.insecure_channel(target, options=options)
                 self._pid = os.getpid()
@@ -362,6 +365,8 @@ def _invalid(message: str) -> Error:
 
 
 def _positive(name: str, value: float) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise _invalid(f"{name}: expected a number of seconds, given {value!r}")
     if not value > 0:
         raise _invalid(f"{name}: expected more than 0 seconds, given {value}")
     return value

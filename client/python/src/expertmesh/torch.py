@@ -261,16 +261,18 @@ def _from_numpy(array: np.ndarray) -> torch.Tensor:
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
     """The file of each tensor of a checkpoint."""
+    single = folder / "model.safetensors"
+    if single.is_file():  # comes first, as in transformers and on the servers
+        with safe_open(single, framework="pt") as tensors:
+            return {name: single for name in tensors.keys()}
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = json.loads(index.read_text())["weight_map"]
-        for name, file in weight_map.items():
-            if Path(file).is_absolute() or ".." in Path(file).parts:
-                raise _invalid(f"{index}: {name}: expected a file in the folder, given {file}")
-        return {name: folder / file for name, file in weight_map.items()}
-    file = folder / "model.safetensors"
-    with safe_open(file, framework="pt") as tensors:
-        return {name: file for name in tensors.keys()}
+    if not index.is_file():
+        raise _invalid(f"{folder}: expected model.safetensors or {index.name}, given neither")
+    weight_map = json.loads(index.read_text())["weight_map"]
+    for name, file in weight_map.items():
+        if Path(file).is_absolute() or ".." in Path(file).parts:
+            raise _invalid(f"{index}: {name}: expected a file in the folder, given {file}")
+    return {name: folder / file for name, file in weight_map.items()}
 
 
 def _embedding_dtype(files: dict[str, Path]) -> torch.dtype:
