@@ -64,7 +64,7 @@ int Main(int argc, char** argv) {
       ->check(CLI::Range(1 << 16, INT32_MAX));
   app.add_option("--grace", grace_seconds, "seconds to finish what is under way after SIGTERM")
       ->capture_default_str()
-      ->check(CLI::NonNegativeNumber);
+      ->check(CLI::Range(0.0, 1e6));
   CLI11_PARSE(app, argc, argv);
   ParseShard(shard, &options.shard, &options.num_shards);
 

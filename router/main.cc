@@ -32,7 +32,7 @@ int Main(int argc, char** argv) {
   app.add_option("--queue-bytes", options.max_queued_bytes,
                  "bytes of the requests that wait or are under way; one more is always let in")
       ->capture_default_str()
-      ->check(CLI::NonNegativeNumber);
+      ->check(CLI::Range(int64_t{0}, int64_t{1} << 50));
   app.add_option("--max-message-bytes", options.channel.max_message_bytes,
                  "largest message in either direction; the same on servers and clients")
       ->capture_default_str()
@@ -40,10 +40,10 @@ int Main(int argc, char** argv) {
   app.add_option("--startup-grace", startup_grace_seconds,
                  "seconds from the start in which calls wait for servers that have not come yet")
       ->capture_default_str()
-      ->check(CLI::NonNegativeNumber);
+      ->check(CLI::Range(0.0, 1e6));
   app.add_option("--grace", grace_seconds, "seconds to finish what is under way after SIGTERM")
       ->capture_default_str()
-      ->check(CLI::NonNegativeNumber);
+      ->check(CLI::Range(0.0, 1e6));
   CLI11_PARSE(app, argc, argv);
   options.router.startup_grace = absl::Seconds(startup_grace_seconds);
 

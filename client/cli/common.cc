@@ -17,7 +17,7 @@ void AddRouterOptions(CLI::App& app, std::string* router, double* timeout_second
       ->capture_default_str();
   app.add_option("--timeout", *timeout_seconds, "seconds a call may take")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber);
+      ->check(CLI::Range(0.001, 1e6));
 }
 
 }  // namespace expertmesh

@@ -238,7 +238,7 @@ Command AddServe(CLI::App& app) {
   app.add_option("--grace", options->grace_seconds,
                  "seconds to finish what is under way after SIGTERM")
       ->capture_default_str()
-      ->check(CLI::NonNegativeNumber);
+      ->check(CLI::Range(0.0, 1e6));
   return [options] {
     const absl::Status status = Supervisor(*options).Run();
     return status.ok() ? static_cast<int>(kOk) : Fail(status);

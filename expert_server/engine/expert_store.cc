@@ -98,10 +98,4 @@ absl::StatusOr<Tensor> ExpertStore::Forward(int32_t layer_index,
   return output;
 }
 
-int64_t ExpertStore::weight_bytes() const {
-  int64_t bytes = 0;
-  for (const auto& [index, layer] : layers_) bytes += layer.experts->weight_bytes();
-  return bytes;
-}
-
 }  // namespace expertmesh

@@ -53,7 +53,6 @@ class ExpertStore {
   const Held& held() const { return held_; }
   // Pairs of token and expert computed so far.
   uint64_t rows_computed() const { return rows_computed_; }
-  int64_t weight_bytes() const;
 
  private:
   struct Layer {

@@ -38,9 +38,6 @@ class Experts {
   // writes [P without padding, D] unweighted rows of ReplyDType to `output`. The batch has passed
   // ValidateBatch. FAILED_PRECONDITION before Prepare; CANCELLED when batch.stop said so.
   virtual absl::Status Forward(const ExpertBatch& batch, void* output) const = 0;
-
-  // Bytes of memory that the weights take.
-  virtual int64_t weight_bytes() const = 0;
 };
 
 // Checks that a batch fits together and to the layer: rank, width and dtype of rows, sizes, ranges

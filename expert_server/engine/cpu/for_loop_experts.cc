@@ -123,14 +123,6 @@ class ForLoopExperts : public Experts {
     return absl::OkStatus();
   }
 
-  int64_t weight_bytes() const override {
-    int64_t bytes = 0;
-    for (const ExpertWeights& expert : experts_) {
-      bytes += static_cast<int64_t>(expert.gate_up.num_bytes() + expert.down.num_bytes());
-    }
-    return bytes;
-  }
-
  private:
   const ExpertDescriptor descriptor_;
   const std::vector<ExpertWeights> experts_;
