@@ -25,8 +25,13 @@ RouterServer::RouterServer(std::unique_ptr<Router> router, const RouterServerOpt
 
 absl::StatusOr<std::unique_ptr<RouterServer>> RouterServer::Start(
     std::shared_ptr<const Checkpoint> checkpoint, const RouterServerOptions& options) {
+  // What goes to and comes from a server has to fit in a message too; half of one leaves room for
+  // the indices.
+  RouterOptions router_options = options.router;
+  router_options.subround_bytes =
+      std::min<int64_t>(router_options.subround_bytes, options.channel.max_message_bytes / 2);
   ASSIGN_OR_RETURN(std::unique_ptr<Router> router,
-                   Router::Create(std::move(checkpoint), kNumerics, options.router));
+                   Router::Create(std::move(checkpoint), kNumerics, router_options));
   std::unique_ptr<RouterServer> server(new RouterServer(std::move(router), options));
   ASSIGN_OR_RETURN(server->listening_,
                    StartServer(options.listen, {&server->moe_service_, &server->cluster_service_},

@@ -37,9 +37,11 @@ std::string ModelDir(const std::string& name) {
 // Router and servers with a gRPC port each.
 class Cluster {
  public:
-  explicit Cluster(const std::string& model_dir, absl::Duration startup_grace = absl::Seconds(30))
-      : checkpoint_(Checkpoint::Open(model_dir).value()) {
+  explicit Cluster(const std::string& model_dir, absl::Duration startup_grace = absl::Seconds(30),
+                   const ChannelOptions& channel = {})
+      : checkpoint_(Checkpoint::Open(model_dir).value()), channel_(channel) {
     RouterServerOptions options;
+    options.channel = channel_;
     options.listen = "127.0.0.1:0";
     options.router.startup_grace = startup_grace;
     router_ = RouterServer::Start(checkpoint_, options).value();
@@ -52,6 +54,7 @@ class Cluster {
 
   void AddServer(int32_t shard, int32_t num_shards, int threads = 1) {
     ExpertServerOptions options;
+    options.channel = channel_;
     options.listen = "127.0.0.1:0";
     options.router = router_->address();
     options.shard = shard;
@@ -90,6 +93,7 @@ class Cluster {
 
  private:
   const std::shared_ptr<const Checkpoint> checkpoint_;
+  const ChannelOptions channel_;
   std::unique_ptr<RouterServer> router_;
   std::vector<std::unique_ptr<ExpertServer>> servers_;
 };
@@ -259,6 +263,21 @@ TEST_F(ClusterTest, LargeRequestsAreSplit) {
   const absl::Status status = cluster.NewClient(small)->Forward(layer.layer, nan).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(status.message()), HasSubstr("hidden_states: row 2500 "));
+}
+
+// The reply of one server has top_k rows a token: with the smallest message limit, rounds are cut
+// to fit.
+TEST(Cluster, ASmallMessageLimitHoldsBetweenRouterAndServersToo) {
+  const std::string dir = std::string(EXPERTMESH_TEST_DATA) + "/tiny-olmoe";
+  const ChannelOptions small = {.max_message_bytes = 64 << 10};
+  Cluster cluster(dir, absl::Seconds(30), small);
+  cluster.AddServers(1);
+  const LayerDescription& layer = cluster.model().layers[0];
+  const Tensor rows = RandomRows(DType::kF32, 200, layer.experts.hidden_size, 4);
+  const MoeOutput expected = LocalCluster::Start(dir).value()->Forward(layer.layer, rows).value();
+  ClientOptions options;
+  options.max_message_bytes = small.max_message_bytes;
+  ExpectSame(expected, 0, cluster.NewClient(options)->Forward(layer.layer, rows));
 }
 
 TEST_F(ClusterTest, CallsWaitForServersThatComeLate) {
