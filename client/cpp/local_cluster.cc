@@ -11,9 +11,9 @@ namespace expertmesh {
 // A server of this process: computes on its own threads.
 class LocalCluster::Backend final : public ExpertBackend {
  public:
-  Backend(std::unique_ptr<ExpertStore> store, int threads)
+  explicit Backend(std::unique_ptr<ExpertStore> store)
       : store_(std::move(store)),
-        executor_("experts", threads, std::numeric_limits<size_t>::max()) {}
+        executor_("experts", /*max_threads=*/1, std::numeric_limits<size_t>::max()) {}
 
   void Dispatch(ExpertSlice slice, Done done) override {
     const bool queued =
@@ -33,12 +33,13 @@ absl::StatusOr<std::unique_ptr<LocalCluster>> LocalCluster::Start(
     const std::string& model_dir, const LocalClusterOptions& options) {
   ASSIGN_OR_RETURN(std::shared_ptr<const Checkpoint> checkpoint, Checkpoint::Open(model_dir));
   std::unique_ptr<LocalCluster> cluster(new LocalCluster());
-  ASSIGN_OR_RETURN(cluster->router_, Router::Create(checkpoint, kNumerics, RouterOptions()));
+  ASSIGN_OR_RETURN(cluster->router_, Router::Create(checkpoint, kNumerics, options.router));
   for (int32_t i = 0; i < options.servers; ++i) {
     ASSIGN_OR_RETURN(const ExpertStore::Held held,
                      ExpertStore::ShardOf(checkpoint->model(), i, options.servers));
     ASSIGN_OR_RETURN(std::unique_ptr<ExpertStore> store,
-                     ExpertStore::Load(*checkpoint, held, [](const LoadProgress&) {}));
+                     ExpertStore::Load(*checkpoint, held, MakeEngine(options.engine),
+                                       [](const LoadProgress&) {}));
     ServerRegistration registration;
     registration.name = absl::StrCat("server-", i);
     registration.address = "in process";
@@ -47,7 +48,7 @@ absl::StatusOr<std::unique_ptr<LocalCluster>> LocalCluster::Start(
     registration.experts = held;
     Membership& membership = *cluster->router_->membership();
     ASSIGN_OR_RETURN(const uint64_t ticket, membership.Register(registration));
-    membership.SetServing(ticket, std::make_shared<Backend>(std::move(store), options.threads));
+    membership.SetServing(ticket, std::make_shared<Backend>(std::move(store)));
   }
   return cluster;
 }

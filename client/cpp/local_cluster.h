@@ -18,7 +18,8 @@ namespace expertmesh {
 
 struct LocalClusterOptions {
   int32_t servers = 1;
-  int threads = 1;  // per server
+  EngineOptions engine;  // of each server
+  RouterOptions router = {};
 };
 
 // The same router and the same experts as in a cluster of processes, and so the same bits.

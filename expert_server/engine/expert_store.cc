@@ -30,7 +30,7 @@ int64_t ExpertStore::BytesOf(const Checkpoint& checkpoint, const Held& held) {
 }
 
 absl::StatusOr<std::unique_ptr<ExpertStore>> ExpertStore::Load(
-    const Checkpoint& checkpoint, const Held& held,
+    const Checkpoint& checkpoint, const Held& held, const ExpertsFactory& factory,
     const std::function<void(const LoadProgress&)>& progress) {
   for (const auto& [layer_index, expert_ids] : held) {
     if (checkpoint.model().Find(layer_index) == nullptr) {
@@ -60,7 +60,7 @@ absl::StatusOr<std::unique_ptr<ExpertStore>> ExpertStore::Load(
       load.bytes_done += checkpoint.ExpertBytes(layer_index);
       progress(load);
     }
-    ASSIGN_OR_RETURN(layer.experts, MakeForLoopExperts(description->experts, std::move(weights)));
+    ASSIGN_OR_RETURN(layer.experts, factory(description->experts, std::move(weights)));
     RETURN_IF_ERROR(layer.experts->Prepare());
     store->layers_.emplace(layer_index, std::move(layer));
   }

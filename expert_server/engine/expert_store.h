@@ -13,7 +13,7 @@
 #include "absl/types/span.h"
 #include "common/model/checkpoint.h"
 #include "common/tensor.h"
-#include "expert_server/engine/experts.h"
+#include "expert_server/engine/engine.h"
 
 namespace expertmesh {
 
@@ -35,11 +35,11 @@ class ExpertStore {
   // Bytes that holding `held` takes.
   static int64_t BytesOf(const Checkpoint& checkpoint, const Held& held);
 
-  // Reads those experts and nothing else, and prepares every layer. `progress` is called on this
+  // Reads those experts and nothing else, and prepares every layer, made by `factory`. `progress` is called on this
   // thread after each expert. RESOURCE_EXHAUSTED with both numbers when they need more memory than
   // the machine (or its control group) has left; nothing has been read then.
   static absl::StatusOr<std::unique_ptr<ExpertStore>> Load(
-      const Checkpoint& checkpoint, const Held& held,
+      const Checkpoint& checkpoint, const Held& held, const ExpertsFactory& factory,
       const std::function<void(const LoadProgress&)>& progress);
 
   // Computes the rows [P without padding, D] of one slice; expert_ids are global. NOT_FOUND for an

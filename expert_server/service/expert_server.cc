@@ -16,7 +16,7 @@ constexpr char kService[] = "expertmesh.v1.ExpertService";
 }  // namespace
 
 ExpertServer::ExpertServer(const ExpertServerOptions& options)
-    : executor_("experts", options.threads, options.max_queued),
+    : executor_("experts", /*max_threads=*/1, options.max_queued),
       service_(&executor_, options.channel.max_message_bytes) {}
 
 absl::StatusOr<std::unique_ptr<ExpertServer>> ExpertServer::Start(
@@ -38,7 +38,10 @@ absl::StatusOr<std::unique_ptr<ExpertServer>> ExpertServer::Start(
         "advertise: the server listens on every address of the machine (", options.listen,
         "); say with --advertise HOST:PORT under which one the routers reach it"));
   }
-  ASSIGN_OR_RETURN(server->store_, ExpertStore::Load(checkpoint, held, progress));
+  ASSIGN_OR_RETURN(
+      server->store_,
+      ExpertStore::Load(checkpoint, held,
+                        options.experts ? options.experts : MakeEngine(options.engine), progress));
   const std::string name =
       options.name.empty() ? absl::StrCat("server-", options.shard) : options.name;
   server->service_.SetStore(server->store_.get(), {name, checkpoint.fingerprint()});

@@ -23,7 +23,8 @@ struct ExpertServerOptions {
   std::string name;  // unique in the cluster; empty: "server-<shard>"
   int32_t shard = 0;
   int32_t num_shards = 1;
-  int threads = 1;  // that compute
+  EngineOptions engine = {};
+  ExpertsFactory experts;  // what computes instead of `engine`, if set
   ChannelOptions channel;
   size_t max_queued = 1024;  // slices that wait for them
 };

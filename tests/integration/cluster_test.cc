@@ -59,7 +59,7 @@ class Cluster {
     options.router = router_->address();
     options.shard = shard;
     options.num_shards = num_shards;
-    options.threads = threads;
+    options.engine.threads = threads;
     servers_.push_back(ExpertServer::Start(
                            *checkpoint_, options, [](const LoadProgress&) {},
                            [](const absl::Status& status) { FAIL() << status; })
@@ -132,8 +132,10 @@ TEST_P(SameBits, AsOneProcess) {
   const auto& [name, servers] = GetParam();
   Cluster cluster(ModelDir(name));
   cluster.AddServers(servers);
-  const auto one_process = LocalCluster::Start(ModelDir(name)).value();
-  const auto local_many = LocalCluster::Start(ModelDir(name), {servers, 2}).value();
+  const auto one_process =
+      LocalCluster::Start(ModelDir(name), {.engine = {.kind = EngineKind::kForLoop}}).value();
+  const auto local_many =
+      LocalCluster::Start(ModelDir(name), {.servers = servers, .engine = {.threads = 2}}).value();
   const auto client = cluster.NewClient();
   for (const LayerDescription& layer : cluster.model().layers) {
     for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {

@@ -269,7 +269,8 @@ std::unique_ptr<Router> MakeRouter(const std::shared_ptr<const Checkpoint>& chec
 // Adds a server; returns its ticket.
 uint64_t AddServer(Router& router, size_t index, const ExpertStore::Held& held,
                    const FakeServer::Handler& handler) {
-  auto store = ExpertStore::Load(router.checkpoint(), held, [](const LoadProgress&) {});
+  auto store =
+      ExpertStore::Load(router.checkpoint(), held, MakeEngine({}), [](const LoadProgress&) {});
   EXPECT_TRUE(store.ok()) << store.status();
   const auto ticket =
       router.membership()->Register({.name = absl::StrCat("server-", index),

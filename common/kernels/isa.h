@@ -1,0 +1,31 @@
+// The instruction sets that the kernels are written for. All of them give the same bits.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+
+namespace expertmesh {
+
+enum class Isa {
+  kAvx2,        // AVX2, FMA and F16C: vectors of 8 floats
+  kAvx512,      // AVX-512 F, BW, VL and DQ: vectors of 16 floats
+  kAvx512Bf16,  // the same and AVX512_BF16, whose dot product has twice the rate of fp32's FMA
+};
+
+// "avx2", "avx512", "avx512bf16".
+const char* NameOf(Isa isa);
+
+// Those that this processor has and that compute as the bit contract says, ascending; never empty
+// after InitProcess.
+const std::vector<Isa>& SupportedIsas();
+
+// The last of SupportedIsas().
+Isa BestIsa();
+
+// "auto" is BestIsa(). INVALID_ARGUMENT naming the choices for a name that is none, or that this
+// processor does not have.
+absl::StatusOr<Isa> ParseIsa(const std::string& name);
+
+}  // namespace expertmesh
