@@ -36,6 +36,7 @@ libabsl-dev              Abseil: status values, strings, flags, synchronisation
 nlohmann-json3-dev       reads config.json and safetensors headers
 libcli11-dev             command line of the programs
 libspdlog-dev            logs
+libhwy-dev               Highway: vector code for several instruction sets from one source
 libssl-dev               SHA-256 of a model's fingerprint
 libgtest-dev             GoogleTest, the C++ tests
 libgmock-dev             its matchers

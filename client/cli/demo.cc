@@ -70,7 +70,7 @@ absl::Status Run(const Options& options) {
       Client::Create(options.router, {.timeout = absl::Seconds(options.timeout_seconds)}));
   // The same model in this one process, with one server: what every cluster must equal.
   ASSIGN_OR_RETURN(const std::unique_ptr<LocalCluster> reference,
-                   LocalCluster::Start(options.model));
+                   LocalCluster::Start(options.model, {.engine = {.kind = EngineKind::kForLoop}}));
   ASSIGN_OR_RETURN(const v1::GetModelResponse model, client->GetModel());
   if (model.model_fingerprint() != reference->checkpoint().fingerprint()) {
     return absl::FailedPreconditionError(absl::StrCat(

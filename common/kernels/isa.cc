@@ -2,24 +2,34 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "common/kernels/dot_product_kernels.h"
+#include "hwy/targets.h"
 
 namespace expertmesh {
 namespace {
 
 std::vector<Isa> Detect() {
   std::vector<Isa> found;
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(Isa::kAvx2);
-  if (found.empty() || !__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-      !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq")) {
-    return found;
-  }
+  const int64_t targets = hwy::SupportedTargets();
+  if ((targets & HWY_AVX2) == 0) return found;
+  found.push_back(Isa::kAvx2);
+  if ((targets & HWY_AVX3) == 0) return found;
   found.push_back(Isa::kAvx512);
-  if (__builtin_cpu_supports("avx512bf16")) found.push_back(Isa::kAvx512Bf16);
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512bf16") && DotProductHasContractOrder()) {
+    found.push_back(Isa::kAvx512Bf16);
+  }
   return found;
 }
 
 }  // namespace
+
+absl::StatusOr<EngineKind> ParseEngineKind(const std::string& name) {
+  if (name == "grouped") return EngineKind::kGrouped;
+  if (name == "for_loop") return EngineKind::kForLoop;
+  return absl::InvalidArgumentError(
+      absl::StrCat("engine: expected grouped or for_loop, got \"", name, "\""));
+}
 
 const char* NameOf(Isa isa) {
   switch (isa) {

@@ -1,4 +1,4 @@
-// The instruction sets that the kernels are written for. All of them give the same bits.
+// What computes: which implementation, and with which instruction set. All give the same bits.
 #pragma once
 
 #include <string>
@@ -8,6 +8,15 @@
 
 namespace expertmesh {
 
+enum class EngineKind {
+  kGrouped,  // vectorised grouped GEMMs
+  kForLoop,  // the plain reference: scalar loops, on one thread
+};
+
+// "grouped" or "for_loop"; INVALID_ARGUMENT naming the choices.
+absl::StatusOr<EngineKind> ParseEngineKind(const std::string& name);
+
+// Instruction sets that the kernels are written for.
 enum class Isa {
   kAvx2,        // AVX2, FMA and F16C: vectors of 8 floats
   kAvx512,      // AVX-512 F, BW, VL and DQ: vectors of 16 floats

@@ -1,21 +1,16 @@
 #include "expert_server/engine/engine.h"
 
-#include <utility>
-
-#include "absl/strings/str_cat.h"
+#include "expert_server/engine/cpu/for_loop_experts.h"
+#include "expert_server/engine/cpu/grouped_experts.h"
 
 namespace expertmesh {
 
-absl::StatusOr<EngineKind> ParseEngineKind(const std::string& name) {
-  if (name == "grouped") return EngineKind::kGrouped;
-  if (name == "for_loop") return EngineKind::kForLoop;
-  return absl::InvalidArgumentError(
-      absl::StrCat("engine: expected grouped or for_loop, got \"", name, "\""));
-}
-
 ExpertsFactory MakeEngine(const EngineOptions& options) {
-  (void)options;
-  return MakeForLoopExperts;
+  if (options.kind == EngineKind::kForLoop) return MakeForLoopExperts;
+  auto context = std::make_shared<GroupedContext>(options.isa, options.threads);
+  return [context](const ExpertDescriptor& descriptor, int64_t num_experts) {
+    return MakeGroupedExperts(descriptor, num_experts, context);
+  };
 }
 
 }  // namespace expertmesh

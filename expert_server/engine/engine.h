@@ -1,10 +1,8 @@
-// Which implementation computes the experts of a server.
+// Makes the experts of a server's layers by the implementation that options name.
 #pragma once
 
 #include <functional>
 #include <memory>
-#include <string>
-#include <vector>
 
 #include "absl/status/statusor.h"
 #include "common/kernels/isa.h"
@@ -12,23 +10,15 @@
 
 namespace expertmesh {
 
-enum class EngineKind {
-  kGrouped,  // vectorised grouped GEMMs
-  kForLoop,  // the plain reference: the same bits, slowly, on one thread a slice
-};
-
-// "grouped" or "for_loop"; INVALID_ARGUMENT naming the choices.
-absl::StatusOr<EngineKind> ParseEngineKind(const std::string& name);
-
 struct EngineOptions {
   EngineKind kind = EngineKind::kGrouped;
   Isa isa = BestIsa();
-  int threads = 1;  // that compute one slice together
+  int threads = 1;  // that compute one slice together; kForLoop has one
 };
 
-// Makes the experts of one layer; experts[i] are the weights of local expert i.
+// Makes the experts of one layer, without their weights yet.
 using ExpertsFactory = std::function<absl::StatusOr<std::unique_ptr<Experts>>(
-    const ExpertDescriptor& descriptor, std::vector<ExpertWeights> experts)>;
+    const ExpertDescriptor& descriptor, int64_t num_experts)>;
 
 // All layers that one factory makes share its threads and its workspace: one slice is computed at a
 // time, others wait for it.

@@ -52,15 +52,16 @@ absl::StatusOr<std::unique_ptr<ExpertStore>> ExpertStore::Load(
     Layer layer;
     layer.hidden_size = description->experts.hidden_size;
     layer.local_of_expert.assign(description->router.num_experts, -1);
-    std::vector<ExpertWeights> weights;
+    ASSIGN_OR_RETURN(layer.experts,
+                     factory(description->experts, static_cast<int64_t>(expert_ids.size())));
+    int32_t local = 0;
     for (const int32_t expert : expert_ids) {
-      ASSIGN_OR_RETURN(ExpertWeights one, checkpoint.ReadExpert(layer_index, expert));
-      layer.local_of_expert[expert] = static_cast<int32_t>(weights.size());
-      weights.push_back(std::move(one));
+      ASSIGN_OR_RETURN(ExpertWeights weights, checkpoint.ReadExpert(layer_index, expert));
+      layer.local_of_expert[expert] = local;
+      layer.experts->SetWeights(local++, std::move(weights));
       load.bytes_done += checkpoint.ExpertBytes(layer_index);
       progress(load);
     }
-    ASSIGN_OR_RETURN(layer.experts, factory(description->experts, std::move(weights)));
     RETURN_IF_ERROR(layer.experts->Prepare());
     store->layers_.emplace(layer_index, std::move(layer));
   }

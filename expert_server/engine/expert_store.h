@@ -35,9 +35,9 @@ class ExpertStore {
   // Bytes that holding `held` takes.
   static int64_t BytesOf(const Checkpoint& checkpoint, const Held& held);
 
-  // Reads those experts and nothing else, and prepares every layer, made by `factory`. `progress` is called on this
-  // thread after each expert. RESOURCE_EXHAUSTED with both numbers when they need more memory than
-  // the machine (or its control group) has left; nothing has been read then.
+  // Reads those experts and nothing else, and prepares every layer, made by `factory`. `progress`
+  // is called on this thread after each expert. RESOURCE_EXHAUSTED with both numbers when they need
+  // more memory than the machine (or its control group) has left; nothing has been read then.
   static absl::StatusOr<std::unique_ptr<ExpertStore>> Load(
       const Checkpoint& checkpoint, const Held& held, const ExpertsFactory& factory,
       const std::function<void(const LoadProgress&)>& progress);

@@ -46,4 +46,12 @@ absl::Status ValidateBatch(const ExpertBatch& batch, int64_t hidden_size,
   return absl::OkStatus();
 }
 
+absl::Status CheckComputed(const ExpertDescriptor& descriptor) {
+  if (descriptor.activation != Activation::kSiluGlu || !descriptor.gated) {
+    return absl::UnimplementedError("experts: only silu-gated linear units are computed");
+  }
+  if (descriptor.has_bias) return absl::UnimplementedError("experts: biases are not computed");
+  return absl::OkStatus();
+}
+
 }  // namespace expertmesh

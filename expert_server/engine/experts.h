@@ -26,12 +26,16 @@ struct ExpertBatch {
   std::function<bool()> stop = [] { return false; };
 };
 
-// Prepare() once, then Forward() from any number of threads at once.
+// SetWeights() for every expert, Prepare() once, then Forward() from any number of threads at once.
 class Experts {
  public:
   virtual ~Experts() = default;
 
-  // Arranges the weights for the computation; idempotent. Not concurrently with Forward.
+  // Takes the weights of local expert `expert`, arranged for the computation: what is not needed of
+  // them is freed here, so that memory holds a layer once. Before Prepare; one thread at a time.
+  virtual void SetWeights(int64_t expert, ExpertWeights weights) = 0;
+
+  // Says that all weights are there; idempotent. Not concurrently with Forward.
   virtual absl::Status Prepare() = 0;
 
   // y = down(activation(gate(x), up(x))) for every position that is not padding, in their order:
@@ -45,10 +49,7 @@ class Experts {
 absl::Status ValidateBatch(const ExpertBatch& batch, int64_t hidden_size,
                            int64_t num_local_experts);
 
-// The plain reference, kept for ever: scalar loops in the order of the bit contract. experts[i] are
-// the weights of local expert i. UNIMPLEMENTED for an activation or a bias that it does not
-// compute.
-absl::StatusOr<std::unique_ptr<Experts>> MakeForLoopExperts(const ExpertDescriptor& descriptor,
-                                                            std::vector<ExpertWeights> experts);
+// UNIMPLEMENTED, naming it, for what no implementation computes.
+absl::Status CheckComputed(const ExpertDescriptor& descriptor);
 
 }  // namespace expertmesh

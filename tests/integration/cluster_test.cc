@@ -179,7 +179,7 @@ TEST_F(ClusterTest, ConcurrentClientsGetTheBitsOfALoneOne) {
   for (int i = 0; i < 3; ++i) cluster.AddServer(i, 3, /*threads=*/2);
   const int64_t hidden_size = cluster.model().layers[0].experts.hidden_size;
   const int32_t layer = cluster.model().layers[0].layer;
-  const auto local = LocalCluster::Start(dir_).value();
+  const auto local = LocalCluster::Start(dir_, {.engine = {.kind = EngineKind::kForLoop}}).value();
   const auto client = cluster.NewClient();
   std::vector<std::thread> threads;
   for (int c = 0; c < 8; ++c) {
@@ -276,7 +276,10 @@ TEST(Cluster, ASmallMessageLimitHoldsBetweenRouterAndServersToo) {
   cluster.AddServers(1);
   const LayerDescription& layer = cluster.model().layers[0];
   const Tensor rows = RandomRows(DType::kF32, 200, layer.experts.hidden_size, 4);
-  const MoeOutput expected = LocalCluster::Start(dir).value()->Forward(layer.layer, rows).value();
+  const MoeOutput expected = LocalCluster::Start(dir, {.engine = {.kind = EngineKind::kForLoop}})
+                                 .value()
+                                 ->Forward(layer.layer, rows)
+                                 .value();
   ClientOptions options;
   options.max_message_bytes = small.max_message_bytes;
   ExpectSame(expected, 0, cluster.NewClient(options)->Forward(layer.layer, rows));
@@ -286,7 +289,10 @@ TEST_F(ClusterTest, CallsWaitForServersThatComeLate) {
   Cluster cluster(dir_);
   const LayerDescription& layer = cluster.model().layers[0];
   const Tensor rows = RandomRows(DType::kF32, 5, layer.experts.hidden_size, 2);
-  const MoeOutput expected = LocalCluster::Start(dir_).value()->Forward(layer.layer, rows).value();
+  const MoeOutput expected = LocalCluster::Start(dir_, {.engine = {.kind = EngineKind::kForLoop}})
+                                 .value()
+                                 ->Forward(layer.layer, rows)
+                                 .value();
   std::thread late([&] {
     absl::SleepFor(absl::Milliseconds(300));
     cluster.AddServers(2);

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "common/numerics/math.h"
-#include "expert_server/engine/experts.h"
+#include "expert_server/engine/cpu/for_loop_experts.h"
 #include "tests/random_tensor.h"
 
 namespace expertmesh {
@@ -68,6 +68,13 @@ std::vector<float> Reference(const ExpertWeights& expert, DType dtype, const Ten
   return y;
 }
 
+absl::StatusOr<std::unique_ptr<Experts>> Make(const ExpertDescriptor& descriptor,
+                                              const std::vector<ExpertWeights>& weights) {
+  auto experts = MakeForLoopExperts(descriptor, static_cast<int64_t>(weights.size()));
+  for (size_t e = 0; experts.ok() && e < weights.size(); ++e) (*experts)->SetWeights(e, weights[e]);
+  return experts;
+}
+
 class ForLoopExpertsTest : public testing::TestWithParam<std::tuple<DType, DType, float>> {};
 
 TEST_P(ForLoopExpertsTest, HasTheBitsOfTheContract) {
@@ -86,7 +93,7 @@ TEST_P(ForLoopExpertsTest, HasTheBitsOfTheContract) {
           RandomTensor(weight_dtype, {shape.hidden_size, shape.intermediate_size}, scale, rng);
       copies[e] = experts[e];  // shares the memory
     }
-    auto engine = MakeForLoopExperts(descriptor, experts);
+    auto engine = Make(descriptor, experts);
     ASSERT_TRUE(engine.ok());
     const Tensor rows = RandomTensor(dtype, {4, shape.hidden_size}, 1.0f, rng);
     const std::vector<int32_t> ids = {0, 2};
@@ -131,7 +138,7 @@ TEST(ForLoopExperts, DenormalProductsAreZero) {
   experts[0].gate_up = RandomTensor(DType::kF32, {4, 4}, 1.0f, rng);
   experts[0].down = RandomTensor(DType::kF32, {4, 2}, 1e-38f, rng);
   const ExpertWeights copy = experts[0];
-  auto engine = MakeForLoopExperts(descriptor, std::move(experts));
+  auto engine = Make(descriptor, experts);
   ASSERT_TRUE(engine.ok());
   ASSERT_TRUE((*engine)->Prepare().ok());
   const Tensor rows = RandomTensor(DType::kF32, {64, 4}, 0.5f, rng);
@@ -170,7 +177,7 @@ TEST(ForLoopExperts, OddWidthsArePaddedWithAZeroProduct) {
   experts[0].gate_up = bf16({6, 2}, {0, 0, 1, 0, 0, 0, 1, 0, -1e-20f, 0, 1, 0});
   // Chain over k = 1, 0, padding, 2: -7.3e-41 is flushed to -0, -0 added, +0 added, -0 added.
   experts[0].down = bf16({2, 3}, {-1, 1e-20f, -1, -1, 1e-20f, -1});
-  auto engine = MakeForLoopExperts(descriptor, std::move(experts));
+  auto engine = Make(descriptor, experts);
   ASSERT_TRUE(engine.ok());
   ASSERT_TRUE((*engine)->Prepare().ok());
   Tensor rows(DType::kF32, {1, 2});

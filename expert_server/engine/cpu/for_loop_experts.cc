@@ -3,69 +3,18 @@
 #include <cmath>
 #include <utility>
 
+#include "common/kernels/for_loop_gemm.h"
 #include "common/numerics/flush_denormals.h"
 #include "common/numerics/math.h"
 #include "common/status.h"
-#include "expert_server/engine/experts.h"
+#include "expert_server/engine/cpu/for_loop_experts.h"
 
 namespace expertmesh {
 namespace {
 
-// Chains that run side by side, so that the processor need not wait for one addition before the
-// next. Each chain keeps its own order, so this changes no bit.
-constexpr int64_t kChains = 8;
-
 // Positions between two questions whether anybody still waits: seldom enough to cost nothing, often
 // enough to answer within seconds however wide the layer and however many rows one expert has.
 constexpr int64_t kStopInterval = 8;
-
-// y[n] = sum over k of x[k] * w[n, k] for n in [0, rows): one chain of fused multiply-adds from +0
-// for each n. fp32 weights: k ascending. 16-bit weights: pairs of neighbouring k, the odd one
-// first; an odd number of k is padded with a zero product, which turns -0 into +0.
-template <DType kWeights>
-KERNEL_NOINLINE KERNEL_FMA void MatVec(const float* x, const void* weights, int64_t rows,
-                                       int64_t columns, float* y) {
-  for (int64_t n0 = 0; n0 < rows; n0 += kChains) {
-    const int64_t chains = rows - n0 < kChains ? rows - n0 : kChains;
-    float sum[kChains] = {};
-    if constexpr (kWeights == DType::kF32) {
-      for (int64_t k = 0; k < columns; ++k) {
-        for (int64_t c = 0; c < chains; ++c) {
-          sum[c] = std::fma(x[k], LoadFloat(kWeights, weights, (n0 + c) * columns + k), sum[c]);
-        }
-      }
-    } else {
-      for (int64_t k = 0; k + 1 < columns; k += 2) {
-        for (int64_t c = 0; c < chains; ++c) {
-          const int64_t at = (n0 + c) * columns + k;
-          sum[c] = std::fma(x[k + 1], LoadFloat(kWeights, weights, at + 1), sum[c]);
-          sum[c] = std::fma(x[k], LoadFloat(kWeights, weights, at), sum[c]);
-        }
-      }
-      if (columns % 2 == 1) {
-        const int64_t k = columns - 1;
-        for (int64_t c = 0; c < chains; ++c) {
-          sum[c] = std::fma(0.0f, 0.0f, sum[c]);
-          sum[c] = std::fma(x[k], LoadFloat(kWeights, weights, (n0 + c) * columns + k), sum[c]);
-        }
-      }
-    }
-    for (int64_t c = 0; c < chains; ++c) y[n0 + c] = sum[c];
-  }
-}
-
-void MatVec(const float* x, const Tensor& weights, float* y) {
-  const int64_t rows = weights.dim(0);
-  const int64_t columns = weights.dim(1);
-  switch (weights.dtype()) {
-    case DType::kBF16:
-      return MatVec<DType::kBF16>(x, weights.data(), rows, columns, y);
-    case DType::kF16:
-      return MatVec<DType::kF16>(x, weights.data(), rows, columns, y);
-    default:
-      return MatVec<DType::kF32>(x, weights.data(), rows, columns, y);
-  }
-}
 
 // h = silu(g) * u, each operation rounded in fp32.
 KERNEL_NOINLINE KERNEL_FMA void SiluGlu(const float* gate_up, int64_t n, float* h) {
@@ -80,10 +29,14 @@ void Round(DType dtype, int64_t n, float* values) {
 
 class ForLoopExperts : public Experts {
  public:
-  ForLoopExperts(const ExpertDescriptor& descriptor, std::vector<ExpertWeights> experts)
-      : descriptor_(descriptor), experts_(std::move(experts)) {}
+  ForLoopExperts(const ExpertDescriptor& descriptor, int64_t num_experts)
+      : descriptor_(descriptor), experts_(num_experts) {}
 
   // The loops read the weights as they are stored: there is nothing to arrange.
+  void SetWeights(int64_t expert, ExpertWeights weights) override {
+    experts_[expert] = std::move(weights);
+  }
+
   absl::Status Prepare() override {
     prepared_ = true;
     return absl::OkStatus();
@@ -110,10 +63,10 @@ class ForLoopExperts : public Experts {
         for (int64_t d = 0; d < hidden_size; ++d) {
           x[d] = LoadFloat(batch.rows.dtype, batch.rows.data, row * hidden_size + d);
         }
-        MatVec(x.data(), expert.gate_up, gate_up.data());
+        ForLoopMatVec(x.data(), expert.gate_up, gate_up.data());
         SiluGlu(gate_up.data(), intermediate_size, h.data());
         Round(reply, intermediate_size, h.data());
-        MatVec(h.data(), expert.down, y.data());
+        ForLoopMatVec(h.data(), expert.down, y.data());
         for (int64_t d = 0; d < hidden_size; ++d) {
           StoreFloat(reply, output, reply_row * hidden_size + d, y[d]);
         }
@@ -125,19 +78,16 @@ class ForLoopExperts : public Experts {
 
  private:
   const ExpertDescriptor descriptor_;
-  const std::vector<ExpertWeights> experts_;
+  std::vector<ExpertWeights> experts_;
   bool prepared_ = false;
 };
 
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Experts>> MakeForLoopExperts(const ExpertDescriptor& descriptor,
-                                                            std::vector<ExpertWeights> experts) {
-  if (descriptor.activation != Activation::kSiluGlu || !descriptor.gated) {
-    return absl::UnimplementedError("experts: only silu-gated linear units are computed");
-  }
-  if (descriptor.has_bias) return absl::UnimplementedError("experts: biases are not computed");
-  return std::make_unique<ForLoopExperts>(descriptor, std::move(experts));
+                                                            int64_t num_experts) {
+  RETURN_IF_ERROR(CheckComputed(descriptor));
+  return std::make_unique<ForLoopExperts>(descriptor, num_experts);
 }
 
 }  // namespace expertmesh

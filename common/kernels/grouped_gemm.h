@@ -1,0 +1,111 @@
+// Grouped GEMM: y = x W_e^T for groups of rows, each with its own matrix W_e. The bits of every
+// output are those of the chain that kernels.h describes, whatever the groups, the tiles, the
+// threads and the instruction set.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "absl/types/span.h"
+#include "common/kernels/isa.h"
+#include "common/kernels/memory.h"
+#include "common/kernels/packed_weights.h"
+
+namespace expertmesh {
+
+// Rows [first_row, first_row + rows) of x and y, which matrix `index` multiplies; 1 to
+// kMaxGroupRows of them.
+struct GemmGroup {
+  int64_t index = 0;
+  int64_t first_row = 0;
+  int64_t rows = 0;
+};
+constexpr int64_t kMaxGroupRows = 512;
+
+// Appends the rows of one matrix as groups of about equal size.
+void AddGroups(int64_t index, int64_t first_row, int64_t rows, std::vector<GemmGroup>* groups);
+
+// What becomes of a block of results.
+enum class GemmOutput {
+  kRows,     // stored
+  kSiluGlu,  // silu(g) * u is, for weights of Columns::kInterleavedHalves
+};
+
+// Which rows a GEMM reads: bf16 where the instruction set multiplies bf16 pairs and both sides are
+// BF16, else fp32.
+DType GemmRowDType(Isa isa, DType weights, DType activations);
+
+// Bytes from a row to the next of what a GEMM reads: k elements, zeros up to a whole line of the
+// weights, and a distance that keeps rows out of the same sets of the first-level cache.
+int64_t GemmRowBytes(DType row_dtype, int64_t k);
+
+// Copies a row of k elements to `to` as GemmRowDType says, zeros behind it. activations: F32, BF16
+// or F16.
+void LoadGemmRow(Isa isa, DType activations, const void* row, int64_t k, DType row_dtype,
+                 std::byte* to);
+
+// One grouped GEMM. Run() is called by every thread that takes part, with memory of its own; each
+// takes blocks until none is left.
+class GroupedGemm {
+ public:
+  // Knobs that change no bit; tests turn them.
+  struct Tuning {
+    int64_t max_tile_rows = kMaxTileRows;
+    int64_t single_pass_rows = -1;  // -1: what suits the instruction set
+    int64_t chunk_lines = -1;       // the same
+  };
+
+  struct Args {
+    Isa isa;
+    const PackedWeights* weights;
+    absl::Span<const GemmGroup> groups;
+    const std::byte* x;  // rows of row_dtype, GemmRowBytes apart
+    DType row_dtype;     // of GemmRowDType
+    GemmOutput output;
+    RowFormat format;
+    void* y;  // rows of `format`
+    // Elements from a row of y to the next. For kSiluGlu whole vectors of 16 columns are stored, so
+    // it is at least N / 2 rounded up to 16.
+    int64_t y_stride;
+  };
+
+  // What `args` refers to outlives the object.
+  explicit GroupedGemm(const Args& args) : GroupedGemm(args, Tuning()) {}
+  GroupedGemm(const Args& args, const Tuning& tuning);
+
+  // Under ScopedFlushDenormals. `scratch` is the thread's own. `stop` is asked now and then by this
+  // thread; once it said so the work is given up by all threads.
+  void Run(Workspace& scratch, const std::function<bool()>& stop);
+
+  // True once the work was given up. After all threads have returned from Run.
+  bool stopped() const { return stopped_; }
+
+ private:
+  // One block of columns of one group.
+  struct Task {
+    const GemmGroup* group = nullptr;
+    const std::byte* weights = nullptr;
+    int64_t block = 0;
+  };
+
+  Task TaskAt(int64_t number) const;
+  // The chains of a task to c, [4][rows][16]; weights that `next` reads first are fetched
+  // meanwhile.
+  void RunTiles(const Task& task, const Task& next, float* c) const;
+  void Store(const Task& task, const float* c) const;
+
+  const Args args_;
+  const Kernels& kernels_;
+  const TileKernels& tiles_;
+  const int64_t row_bytes_;
+  const int64_t max_tile_rows_;
+  const int64_t single_pass_rows_;
+  const int64_t chunk_lines_;
+  const int64_t num_tasks_;
+  std::atomic<int64_t> next_task_ = 0;
+  std::atomic<bool> stopped_ = false;
+};
+
+}  // namespace expertmesh

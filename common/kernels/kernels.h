@@ -1,0 +1,95 @@
+// The vector kernels, one set per instruction set with the same bits: small loops over rows and
+// columns, with nothing of experts or threads in them. Everything here runs under
+// ScopedFlushDenormals.
+//
+// Every output element of a GEMM is one chain of fp32 fused multiply-adds from +0, k ascending for
+// F32 weights, for BF16 and F16 weights over pairs of neighbouring k, the odd one first, which is
+// what AVX512_BF16's dot product does. Vector lanes run along the columns, never along k, so that
+// neither the vector's width nor the tile can change a bit.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/kernels/isa.h"
+
+namespace expertmesh {
+
+// Columns of one panel of packed weights (see PackedWeights), and panels that are computed
+// together.
+constexpr int kPanelColumns = 16;
+constexpr int kBlockPanels = 4;
+constexpr int kBlockColumns = kPanelColumns * kBlockPanels;
+// Bytes of one line of a panel: kPanelColumns columns of 1 (F32) or 2 (BF16, F16) neighbouring k.
+constexpr int kLineBytes = 64;
+// Rows of a tile: of what one kernel call computes.
+constexpr int kMaxTileRows = 6;
+
+// One tile: rows x panels, over some lines. x: rows of fp32, or of bf16 for the kernels that read
+// pairs, from the first k of the first line on. c: [panels][rows of the block][16] fp32.
+struct TileArgs {
+  const std::byte* weights = nullptr;  // first line of the first panel; 64-byte aligned
+  int64_t panel_bytes = 0;             // from a panel to the next
+  const void* x = nullptr;
+  int64_t x_stride = 0;  // bytes from a row to the next
+  float* c = nullptr;
+  int64_t c_stride = 0;  // floats from a panel to the next
+  int64_t lines = 0;
+  bool from_zero = true;  // the chains start here; else they go on from c
+  // One line of each panel is fetched into the cache every prefetch_every lines (-1: never).
+  const std::byte* prefetch = nullptr;
+  int64_t prefetch_every = -1;
+};
+
+// The tiles of one format of weights and rows.
+struct TileKernels {
+  // By number of rows, 1 to kMaxTileRows.
+  void (*tile[kMaxTileRows + 1])(const TileArgs&) = {};
+  int panels[kMaxTileRows + 1] = {};  // that one call computes: 1, 2 or 4
+  // Up to this many rows, a block runs through all of k in one go, straight from memory.
+  int single_pass_rows = 0;
+  // Otherwise k is cut into chunks of this many lines, which stay in cache for all tiles.
+  int64_t chunk_lines = 0;
+};
+
+// What a row of results is stored as.
+enum class RowFormat {
+  kF32,
+  kF32OfBF16,  // fp32 that was rounded to BF16
+  kBF16,
+};
+
+struct Kernels {
+  TileKernels f32;         // F32 weights, fp32 rows
+  TileKernels bf16;        // BF16 weights, fp32 rows
+  TileKernels f16;         // F16 weights, fp32 rows
+  TileKernels bf16_pairs;  // BF16 weights, bf16 rows; all null where there is no such instruction
+
+  // Widens n elements of F32, BF16 or F16.
+  void (*widen)(DType dtype, const void* from, int64_t n, float* to);
+
+  // h = silu(g) * u, each operation rounded in fp32, for a block whose panels alternate g and u.
+  // c: [4][rows][16]; columns: those of the block that exist (0 to 32); h: the block's first column
+  // of the first row; whole vectors of 16 are stored. stride in elements.
+  void (*silu_glu)(const float* c, int64_t rows, int64_t columns, RowFormat format, void* h,
+                   int64_t stride);
+
+  // Stores a block. c: [4][rows][16]; columns: those that exist (0 to 64); nothing else is written.
+  void (*store)(const float* c, int64_t rows, int64_t columns, RowFormat format, void* y,
+                int64_t stride);
+
+  // One token of the combine: out = round(scale * chain), the chain over its rows in slot order,
+  // acc = fma(weights[s], rows[s], acc) from +0. rows: F32 or BF16 [n] each; out: F32, BF16 or F16.
+  // A scale of 1 is left out.
+  void (*combine)(DType row_dtype, const void* const* rows, const float* weights, int64_t slots,
+                  float scale, DType out_dtype, int64_t n, void* out);
+
+  // The first element of n of F32, BF16 or F16 that is not finite, or -1.
+  int64_t (*find_not_finite)(DType dtype, const void* values, int64_t n);
+};
+
+// `isa` is one of SupportedIsas().
+const Kernels& KernelsOf(Isa isa);
+
+}  // namespace expertmesh

@@ -1,0 +1,220 @@
+// GroupedExperts against ForLoopExperts, bit for bit.
+#include "expert_server/engine/cpu/grouped_experts.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstring>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "expert_server/engine/engine.h"
+#include "tests/random_tensor.h"
+
+namespace expertmesh {
+namespace {
+
+struct Layer {
+  ExpertDescriptor descriptor;
+  std::vector<ExpertWeights> weights;
+
+  std::unique_ptr<Experts> Make(const EngineOptions& options) const {
+    auto experts = MakeEngine(options)(descriptor, static_cast<int64_t>(weights.size())).value();
+    for (size_t e = 0; e < weights.size(); ++e) experts->SetWeights(e, weights[e]);
+    EXPECT_TRUE(experts->Prepare().ok());
+    return experts;
+  }
+};
+
+Layer RandomLayer(DType dtype, int64_t experts, int64_t hidden_size, int64_t intermediate_size,
+                  float scale, std::mt19937& rng) {
+  Layer layer;
+  layer.descriptor.hidden_size = hidden_size;
+  layer.descriptor.intermediate_size = intermediate_size;
+  layer.descriptor.weight_dtype = dtype;
+  for (int64_t e = 0; e < experts; ++e) {
+    layer.weights.push_back({RandomTensor(dtype, {2 * intermediate_size, hidden_size}, scale, rng),
+                             RandomTensor(dtype, {hidden_size, intermediate_size}, scale, rng)});
+  }
+  return layer;
+}
+
+// A batch with its memory.
+struct Batch {
+  Tensor rows;
+  std::vector<int32_t> experts;
+  std::vector<int64_t> m_sizes;
+  std::vector<int32_t> gather;
+  int64_t pairs = 0;
+
+  ExpertBatch View() const { return {rows, experts, m_sizes, gather}; }
+};
+
+// positions[i] of them for experts[i], each reading a random row; a tenth is padding if `padded`.
+Batch RandomBatch(DType dtype, int64_t hidden_size, std::vector<int32_t> experts,
+                  std::vector<int64_t> positions, bool padded, std::mt19937& rng) {
+  Batch batch;
+  const int64_t num_rows = 50;
+  batch.rows = RandomTensor(dtype, {num_rows, hidden_size}, 1.0f, rng);
+  batch.experts = std::move(experts);
+  batch.m_sizes = std::move(positions);
+  for (const int64_t size : batch.m_sizes) {
+    for (int64_t i = 0; i < size; ++i) {
+      const bool padding = padded && rng() % 10 == 0;
+      batch.gather.push_back(padding ? -1 : static_cast<int32_t>(rng() % num_rows));
+      batch.pairs += !padding;
+    }
+  }
+  return batch;
+}
+
+std::string Forward(const Experts& experts, const Batch& batch, int64_t hidden_size) {
+  Tensor output(ReplyDType(batch.rows.dtype()), {batch.pairs, hidden_size});
+  std::memset(output.data(), 0xff, output.num_bytes());
+  EXPECT_TRUE(experts.Forward(batch.View(), output.data()).ok());
+  return std::string(reinterpret_cast<const char*>(output.data()), output.num_bytes());
+}
+
+class SameBits : public testing::TestWithParam<std::tuple<DType, DType>> {};
+
+TEST_P(SameBits, AsForLoopExperts) {
+  const auto& [weight_dtype, dtype] = GetParam();
+  std::mt19937 rng(21);
+  struct Case {
+    int64_t hidden_size, intermediate_size;
+    float scale;  // 1e-13: products of three around the smallest normal number
+    std::vector<int64_t> positions;
+    bool padded;
+  };
+  const std::vector<Case> cases = {
+      {160, 96, 0.1f, {0, 1, 2, 3, 4, 5, 6}, false},
+      {33, 17, 0.3f, {7, 0, 13, 1, 0, 64, 8}, true},
+      {33, 17, 1e-13f, {7, 0, 13, 1, 0, 64, 8}, true},
+      {8, 1, 1.0f, {5, 5, 0, 0, 0, 0, 0}, false},
+      {601, 130, 0.1f, {300, 0, 1, 0, 16, 0, 2}, false},
+      {64, 64, 0.1f, {0, 0, 0, 0, 0, 0, 0}, false},
+      {64, 64, 0.1f, {9, 9, 9, 9, 9, 9, 9}, true},
+  };
+  for (const Case& c : cases) {
+    const Layer layer =
+        RandomLayer(weight_dtype, 9, c.hidden_size, c.intermediate_size, c.scale, rng);
+    const Batch batch =
+        RandomBatch(dtype, c.hidden_size, {0, 1, 2, 4, 5, 6, 8}, c.positions, c.padded, rng);
+    const auto reference = layer.Make({.kind = EngineKind::kForLoop});
+    const std::string expected = Forward(*reference, batch, c.hidden_size);
+    for (const Isa isa : SupportedIsas()) {
+      for (const int threads : {1, 2}) {
+        const auto grouped =
+            layer.Make({.kind = EngineKind::kGrouped, .isa = isa, .threads = threads});
+        EXPECT_TRUE(Forward(*grouped, batch, c.hidden_size) == expected)
+            << NameOf(isa) << ", " << threads << " threads, D " << c.hidden_size << ", F "
+            << c.intermediate_size << ", scale " << c.scale;
+      }
+    }
+  }
+}
+
+std::string FormatsName(const testing::TestParamInfo<SameBits::ParamType>& test) {
+  const auto& [weight_dtype, dtype] = test.param;
+  return std::string(NameOf(weight_dtype)) + "_x_" + NameOf(dtype);
+}
+
+INSTANTIATE_TEST_SUITE_P(AllDtypes, SameBits,
+                         testing::Combine(testing::Values(DType::kF32, DType::kBF16, DType::kF16),
+                                          testing::Values(DType::kF32, DType::kBF16, DType::kF16)),
+                         FormatsName);
+
+// Rows whose memory was used before, by larger and by smaller batches of other layers.
+TEST(GroupedExperts, NothingOfEarlierCallsIsLeft) {
+  std::mt19937 rng(22);
+  auto context = std::make_shared<GroupedContext>(BestIsa(), 2);
+  const Layer wide = RandomLayer(DType::kBF16, 2, 301, 65, 0.1f, rng);
+  const Layer narrow = RandomLayer(DType::kF32, 2, 30, 7, 0.1f, rng);
+  std::vector<std::unique_ptr<Experts>> engines, references;
+  const std::vector<const Layer*> layers = {&wide, &narrow};
+  for (const Layer* layer : layers) {
+    auto experts = MakeGroupedExperts(layer->descriptor, 2, context).value();
+    for (size_t e = 0; e < 2; ++e) experts->SetWeights(e, layer->weights[e]);
+    ASSERT_TRUE(experts->Prepare().ok());
+    engines.push_back(std::move(experts));
+    references.push_back(layer->Make({.kind = EngineKind::kForLoop}));
+  }
+  for (const int64_t size : {100, 3, 40, 1, 100}) {
+    for (size_t l = 0; l < 2; ++l) {
+      for (const DType dtype : {DType::kBF16, DType::kF32}) {
+        const int64_t hidden_size = layers[l]->descriptor.hidden_size;
+        const Batch batch = RandomBatch(dtype, hidden_size, {0, 1}, {size, size / 2}, true, rng);
+        EXPECT_TRUE(Forward(*engines[l], batch, hidden_size) ==
+                    Forward(*references[l], batch, hidden_size));
+      }
+    }
+  }
+}
+
+TEST(GroupedExperts, ManyCallersTakeTurns) {
+  std::mt19937 rng(23);
+  const Layer layer = RandomLayer(DType::kBF16, 4, 96, 64, 0.1f, rng);
+  const auto grouped = layer.Make({.threads = 2});
+  const auto reference = layer.Make({.kind = EngineKind::kForLoop});
+  std::vector<Batch> batches;
+  std::vector<std::string> expected;
+  for (int i = 0; i < 8; ++i) {
+    batches.push_back(RandomBatch(i % 2 == 0 ? DType::kBF16 : DType::kF32, 96, {0, 1, 3},
+                                  {i, 2 * i + 1, 5}, true, rng));
+    expected.push_back(Forward(*reference, batches.back(), 96));
+  }
+  std::vector<std::thread> callers;
+  std::atomic<int> wrong = 0;
+  for (int i = 0; i < 8; ++i) {
+    callers.emplace_back([&, i] {
+      for (int round = 0; round < 20; ++round) {
+        wrong += Forward(*grouped, batches[i], 96) != expected[i];
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  EXPECT_EQ(wrong, 0);
+}
+
+TEST(GroupedExperts, GivesUpWhenNobodyWaits) {
+  std::mt19937 rng(24);
+  const Layer layer = RandomLayer(DType::kF32, 2, 64, 32, 0.1f, rng);
+  const auto grouped = layer.Make({.threads = 2});
+  const Batch batch = RandomBatch(DType::kF32, 64, {0, 1}, {2000, 2000}, false, rng);
+  for (const int answer : {0, 1, 3}) {  // after so many questions
+    ExpertBatch view = batch.View();
+    int questions = 0;
+    view.stop = [&] { return questions++ >= answer; };
+    Tensor output(DType::kF32, {batch.pairs, 64});
+    EXPECT_EQ(grouped->Forward(view, output.data()).code(), absl::StatusCode::kCancelled);
+    EXPECT_EQ(questions, answer + 1) << "asked on after the answer";
+  }
+  // The next call is not disturbed.
+  EXPECT_TRUE(Forward(*grouped, batch, 64) ==
+              Forward(*layer.Make({.kind = EngineKind::kForLoop}), batch, 64));
+}
+
+TEST(GroupedExperts, RefusesWhatItDoesNotCompute) {
+  ExpertDescriptor descriptor;
+  descriptor.hidden_size = 8;
+  descriptor.intermediate_size = 8;
+  auto context = std::make_shared<GroupedContext>(BestIsa(), 1);
+  auto experts = MakeGroupedExperts(descriptor, 1, context).value();
+  std::mt19937 rng(25);
+  const Batch batch = RandomBatch(DType::kF32, 8, {0}, {1}, false, rng);
+  Tensor output(DType::kF32, {1, 8});
+  EXPECT_EQ(experts->Forward(batch.View(), output.data()).code(),
+            absl::StatusCode::kFailedPrecondition);
+  descriptor.has_bias = true;
+  EXPECT_EQ(MakeGroupedExperts(descriptor, 1, context).status().code(),
+            absl::StatusCode::kUnimplemented);
+  descriptor.has_bias = false;
+  descriptor.activation = Activation::kRelu2;
+  EXPECT_EQ(MakeGroupedExperts(descriptor, 1, context).status().code(),
+            absl::StatusCode::kUnimplemented);
+}
+
+}  // namespace
+}  // namespace expertmesh

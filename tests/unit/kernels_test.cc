@@ -1,0 +1,370 @@
+// The vector kernels against scalar loops, for every instruction set of this machine.
+#include "common/kernels/kernels.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "common/kernels/compute_pool.h"
+#include "common/kernels/for_loop_gemm.h"
+#include "common/kernels/grouped_gemm.h"
+#include "common/numerics/flush_denormals.h"
+#include "common/numerics/math.h"
+#include "tests/random_tensor.h"
+
+namespace expertmesh {
+namespace {
+
+// What the data is like: `kTiny` has products around the smallest normal number, where a kernel
+// that keeps denormals, or an order that is not the contract's, shows in most elements.
+enum class Data { kTame, kTiny };
+
+Tensor RandomData(DType dtype, std::vector<int64_t> shape, Data data, std::mt19937& rng) {
+  Tensor tensor = RandomTensor(dtype, std::move(shape), 0.3f, rng);
+  if (data == Data::kTame || dtype == DType::kF16) return tensor;
+  for (int64_t i = 0; i < tensor.num_elements(); ++i) {
+    const float value = LoadFloat(dtype, tensor.data(), i);
+    const int exponent = -64 + static_cast<int>(rng() % 8);
+    StoreFloat(dtype, tensor.data(), i, std::ldexp(value, exponent));
+  }
+  return tensor;
+}
+
+// Rows [T, n] widened to fp32.
+std::vector<float> Widened(const Tensor& tensor) {
+  std::vector<float> values(tensor.num_elements());
+  for (size_t i = 0; i < values.size(); ++i) {
+    values[i] = LoadFloat(tensor.dtype(), tensor.data(), i);
+  }
+  return values;
+}
+
+struct Matrices {
+  PackedWeights packed;
+  std::vector<Tensor> weights;
+};
+
+Matrices MakeMatrices(DType dtype, int64_t num, int64_t n, int64_t k, Data data,
+                      std::mt19937& rng) {
+  Matrices m;
+  m.packed = PackedWeights(dtype, num, n, k);
+  for (int64_t i = 0; i < num; ++i) {
+    m.weights.push_back(RandomData(dtype, {n, k}, data, rng));
+    m.packed.Pack(i, m.weights.back());
+  }
+  return m;
+}
+
+// y = x W_e^T by the kernels; rows of x are sorted by expert.
+std::vector<float> Multiply(Isa isa, ComputePool& pool, const Matrices& m, const Tensor& x,
+                            absl::Span<const int64_t> rows_per_expert,
+                            const GroupedGemm::Tuning& tuning) {
+  const int64_t k = m.packed.k();
+  const int64_t n = m.packed.n();
+  const DType row_dtype = GemmRowDType(isa, m.packed.dtype(), x.dtype());
+  const int64_t row_bytes = GemmRowBytes(row_dtype, k);
+  Workspace memory;
+  std::byte* const rows = memory.Get(x.dim(0) * row_bytes);
+  for (int64_t r = 0; r < x.dim(0); ++r) {
+    LoadGemmRow(isa, x.dtype(), x.data() + r * k * BytesOf(x.dtype()), k, row_dtype,
+                rows + r * row_bytes);
+  }
+  std::vector<GemmGroup> groups;
+  int64_t first_row = 0;
+  for (size_t e = 0; e < rows_per_expert.size(); ++e) {
+    AddGroups(static_cast<int64_t>(e), first_row, rows_per_expert[e], &groups);
+    first_row += rows_per_expert[e];
+  }
+  std::vector<float> y(first_row * n, std::numeric_limits<float>::quiet_NaN());
+  GroupedGemm gemm(
+      {isa, &m.packed, groups, rows, row_dtype, GemmOutput::kRows, RowFormat::kF32, y.data(), n},
+      tuning);
+  std::vector<Workspace> scratch(pool.threads());
+  pool.Run([&](int thread) { gemm.Run(scratch[thread], [] { return false; }); });
+  EXPECT_FALSE(gemm.stopped());
+  return y;
+}
+
+std::vector<float> Reference(const Matrices& m, const Tensor& x,
+                             absl::Span<const int64_t> rows_per_expert) {
+  const ScopedFlushDenormals flush;
+  const std::vector<float> rows = Widened(x);
+  const int64_t n = m.packed.n();
+  std::vector<float> y(x.dim(0) * n);
+  int64_t row = 0;
+  for (size_t e = 0; e < rows_per_expert.size(); ++e) {
+    for (int64_t i = 0; i < rows_per_expert[e]; ++i, ++row) {
+      ForLoopMatVec(rows.data() + row * x.dim(1), m.weights[e], y.data() + row * n);
+    }
+  }
+  return y;
+}
+
+void ExpectSameBits(const std::vector<float>& got, const std::vector<float>& expected,
+                    const std::string& what) {
+  ASSERT_EQ(got.size(), expected.size()) << what;
+  size_t differ = 0;
+  for (size_t i = 0; i < got.size(); ++i) {
+    differ += std::bit_cast<uint32_t>(got[i]) != std::bit_cast<uint32_t>(expected[i]);
+  }
+  EXPECT_EQ(differ, 0u) << "of " << got.size() << " elements: " << what;
+}
+
+struct Formats {
+  DType weights;
+  DType activations;
+};
+
+class GemmTest : public testing::TestWithParam<std::tuple<Isa, Formats, Data>> {};
+
+// Every number of rows up to two more than the highest tile twice over, and some larger ones.
+TEST_P(GemmTest, HasTheBitsOfTheScalarChain) {
+  const auto& [isa, formats, data] = GetParam();
+  std::mt19937 rng(11);
+  ComputePool one(1), two(2);
+  for (const auto& [n, k] :
+       std::vector<std::pair<int64_t, int64_t>>{{200, 301}, {64, 512}, {7, 2}}) {
+    const std::vector<int64_t> rows = {1, 0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 33};
+    int64_t total = 0;
+    for (const int64_t r : rows) total += r;
+    const Matrices m = MakeMatrices(formats.weights, rows.size(), n, k, data, rng);
+    const Tensor x = RandomData(formats.activations, {total, k}, data, rng);
+    const std::vector<float> expected = Reference(m, x, rows);
+    for (const GroupedGemm::Tuning tuning :
+         {GroupedGemm::Tuning{}, GroupedGemm::Tuning{6, 0, 16}, GroupedGemm::Tuning{3, 1, 7},
+          GroupedGemm::Tuning{1, 0, 1000}, GroupedGemm::Tuning{5, 5, 64}}) {
+      for (ComputePool* pool : {&one, &two}) {
+        const std::vector<float> got = Multiply(isa, *pool, m, x, rows, tuning);
+        ExpectSameBits(got, expected,
+                       absl::StrCat(n, "x", k, ", ", pool->threads(), " threads, tile rows ",
+                                    tuning.max_tile_rows, ", single pass ", tuning.single_pass_rows,
+                                    ", chunk ", tuning.chunk_lines));
+      }
+    }
+  }
+}
+
+TEST_P(GemmTest, SplitsLargeGroups) {
+  const auto& [isa, formats, data] = GetParam();
+  std::mt19937 rng(12);
+  ComputePool two(2);
+  const std::vector<int64_t> rows = {300, 0, 1100};
+  const Matrices m = MakeMatrices(formats.weights, rows.size(), 16, 33, data, rng);
+  const Tensor x = RandomData(formats.activations, {1400, 33}, data, rng);
+  ExpectSameBits(Multiply(isa, two, m, x, rows, {}), Reference(m, x, rows), "large groups");
+}
+
+std::vector<Formats> AllFormats() {
+  std::vector<Formats> all;
+  for (const DType weights : {DType::kF32, DType::kBF16, DType::kF16}) {
+    for (const DType activations : {DType::kF32, DType::kBF16, DType::kF16}) {
+      all.push_back({weights, activations});
+    }
+  }
+  return all;
+}
+
+std::string GemmName(const testing::TestParamInfo<GemmTest::ParamType>& test) {
+  const auto& [isa, formats, data] = test.param;
+  return absl::StrCat(NameOf(isa), "_", NameOf(formats.weights), "_x_", NameOf(formats.activations),
+                      data == Data::kTiny ? "_tiny" : "");
+}
+
+INSTANTIATE_TEST_SUITE_P(All, GemmTest,
+                         testing::Combine(testing::ValuesIn(SupportedIsas()),
+                                          testing::ValuesIn(AllFormats()),
+                                          testing::Values(Data::kTame, Data::kTiny)),
+                         GemmName);
+
+class KernelTest : public testing::TestWithParam<Isa> {
+ protected:
+  const Kernels& kernels_ = KernelsOf(GetParam());
+  const ScopedFlushDenormals flush_;
+};
+
+INSTANTIATE_TEST_SUITE_P(All, KernelTest, testing::ValuesIn(SupportedIsas()),
+                         [](const testing::TestParamInfo<Isa>& test) {
+                           return std::string(NameOf(test.param));
+                         });
+
+// Not inlined into a test, where the compiler could compute it before the environment is set.
+KERNEL_NOINLINE KERNEL_FMA float ScalarSiluGlu(float g, float u) { return Silu(g) * u; }
+
+TEST_P(KernelTest, SiluGluIsTheScalarOne) {
+  // Floats of every magnitude and sign, and all special ones; u = 1 shows silu itself.
+  std::vector<float> gates;
+  for (uint64_t bits = 0; bits < (uint64_t{1} << 32); bits += 40'009) {
+    gates.push_back(std::bit_cast<float>(static_cast<uint32_t>(bits)));
+  }
+  for (float g = -90; g < 91; g += 0.01f) gates.push_back(g);
+  for (const float g : {0.0f, -0.0f, INFINITY, -INFINITY, 1e-40f, 88.722839f, -88.722839f,
+                        87.336544f, -87.336544f, 87.33655f, -87.33655f}) {
+    gates.push_back(g);
+  }
+  while (gates.size() % 32 != 0) gates.push_back(0.5f);
+  const int64_t rows = static_cast<int64_t>(gates.size()) / 32;
+  std::vector<float> ups(gates.size());
+  for (size_t i = 0; i < ups.size(); ++i)
+    ups[i] = i % 3 == 0 ? 1.0f : 1.7f * static_cast<float>(i % 5) - 3;
+  // Panels g, u, g, u of 16 columns.
+  Tensor c(DType::kF32, {4, rows, 16});
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t j = 0; j < 32; ++j) {
+      c.as<float>()[(j / 16 * 2 * rows + r) * 16 + j % 16] = gates[r * 32 + j];
+      c.as<float>()[((j / 16 * 2 + 1) * rows + r) * 16 + j % 16] = ups[r * 32 + j];
+    }
+  }
+  std::vector<float> plain(gates.size()), rounded(gates.size());
+  std::vector<uint16_t> words(gates.size());
+  kernels_.silu_glu(c.as<float>(), rows, 32, RowFormat::kF32, plain.data(), 32);
+  kernels_.silu_glu(c.as<float>(), rows, 32, RowFormat::kF32OfBF16, rounded.data(), 32);
+  kernels_.silu_glu(c.as<float>(), rows, 32, RowFormat::kBF16, words.data(), 32);
+  for (size_t i = 0; i < gates.size(); ++i) {
+    const float expected = ScalarSiluGlu(gates[i], ups[i]);
+    if (std::isnan(expected)) {
+      ASSERT_TRUE(std::isnan(plain[i])) << gates[i];
+      continue;
+    }
+    ASSERT_EQ(std::bit_cast<uint32_t>(plain[i]), std::bit_cast<uint32_t>(expected)) << gates[i];
+    ASSERT_EQ(words[i], BF16FromFloat(expected)) << gates[i];
+    ASSERT_EQ(std::bit_cast<uint32_t>(rounded[i]),
+              std::bit_cast<uint32_t>(FloatFromBF16(BF16FromFloat(expected))))
+        << gates[i];
+  }
+}
+
+TEST_P(KernelTest, StoreWritesTheColumnsThatExistAndNoOther) {
+  std::mt19937 rng(5);
+  const int64_t rows = 3;
+  const Tensor c = RandomTensor(DType::kF32, {4, rows, 16}, 1.0f, rng);
+  for (int64_t columns = 1; columns <= kBlockColumns; ++columns) {
+    std::vector<float> y(rows * 70, -7.0f);
+    std::vector<uint16_t> words(rows * 70, 7);
+    kernels_.store(c.as<float>(), rows, columns, RowFormat::kF32, y.data(), 70);
+    kernels_.store(c.as<float>(), rows, columns, RowFormat::kBF16, words.data(), 70);
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t j = 0; j < 70; ++j) {
+        const float value = j < columns ? c.as<float>()[(j / 16 * rows + r) * 16 + j % 16] : -7.0f;
+        ASSERT_EQ(y[r * 70 + j], value) << columns << " columns, row " << r << ", column " << j;
+        ASSERT_EQ(words[r * 70 + j], j < columns ? BF16FromFloat(value) : 7);
+      }
+    }
+  }
+}
+
+TEST_P(KernelTest, WidenIsExact) {
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    std::vector<uint16_t> all(1 << 16);
+    for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<uint16_t>(i);
+    std::vector<float> wide(all.size());
+    kernels_.widen(dtype, all.data(), all.size() - 5, wide.data());  // a ragged end
+    for (size_t i = 0; i + 5 < all.size(); ++i) {
+      const float expected = LoadFloat(dtype, all.data(), i);
+      if (std::isnan(expected)) continue;
+      ASSERT_EQ(std::bit_cast<uint32_t>(wide[i]), std::bit_cast<uint32_t>(expected))
+          << NameOf(dtype) << " " << i;
+    }
+  }
+}
+
+TEST_P(KernelTest, CombineIsTheScalarChainInSlotOrder) {
+  std::mt19937 rng(6);
+  for (const DType row_dtype : {DType::kF32, DType::kBF16}) {
+    for (const DType out_dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+      for (const int64_t n : {1, 15, 64, 130}) {
+        for (const float scale : {1.0f, 2.5f}) {
+          for (const Data data : {Data::kTame, Data::kTiny}) {
+            constexpr int64_t kSlots = 5;
+            const Tensor rows = RandomData(row_dtype, {kSlots, n}, data, rng);
+            const Tensor weights = RandomData(DType::kF32, {kSlots}, data, rng);
+            std::vector<const void*> pointers;
+            for (int64_t s = 0; s < kSlots; ++s) {
+              pointers.push_back(rows.data() + s * n * BytesOf(row_dtype));
+            }
+            Tensor got(out_dtype, {n}), expected(out_dtype, {n});
+            kernels_.combine(row_dtype, pointers.data(), weights.as<float>(), kSlots, scale,
+                             out_dtype, n, got.data());
+            for (int64_t i = 0; i < n; ++i) {
+              volatile float acc = 0.0f;
+              for (int64_t s = 0; s < kSlots; ++s) {
+                acc =
+                    fmaf(weights.as<float>()[s], LoadFloat(row_dtype, rows.data(), s * n + i), acc);
+              }
+              if (scale != 1.0f) acc = acc * scale;
+              StoreFloat(out_dtype, expected.data(), i, acc);
+            }
+            ASSERT_EQ(std::memcmp(got.data(), expected.data(), got.num_bytes()), 0)
+                << NameOf(row_dtype) << " to " << NameOf(out_dtype) << ", n " << n << ", scale "
+                << scale;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(KernelTest, FindsTheFirstValueThatIsNotFinite) {
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    constexpr int64_t kSize = 700;
+    Tensor values(dtype, {kSize});
+    for (int64_t i = 0; i < kSize; ++i) StoreFloat(dtype, values.data(), i, 60000.0f);
+    EXPECT_EQ(kernels_.find_not_finite(dtype, values.data(), kSize), -1);
+    for (const int64_t at : {0, 1, 31, 255, 256, 300, 511, 698, 699}) {
+      for (const float bad : {INFINITY, -INFINITY, NAN}) {
+        Tensor copy(dtype, {kSize});
+        std::memcpy(copy.data(), values.data(), values.num_bytes());
+        StoreFloat(dtype, copy.data(), at, bad);
+        StoreFloat(dtype, copy.data(), kSize - 1, NAN);
+        EXPECT_EQ(kernels_.find_not_finite(dtype, copy.data(), kSize), at) << NameOf(dtype);
+      }
+    }
+  }
+}
+
+TEST(Isa, NamesAreParsedAndOthersRefused) {
+  EXPECT_EQ(ParseIsa("auto").value(), BestIsa());
+  for (const Isa isa : SupportedIsas()) EXPECT_EQ(ParseIsa(NameOf(isa)).value(), isa);
+  const absl::Status status = ParseIsa("sse9").status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_NE(std::string(status.message()).find("avx2"), std::string::npos) << status;
+  EXPECT_NE(std::string(status.message()).find("sse9"), std::string::npos) << status;
+  EXPECT_EQ(ParseEngineKind("for_loop").value(), EngineKind::kForLoop);
+  EXPECT_EQ(ParseEngineKind("fast").status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST(ComputePool, RunsOnEveryThreadUnderFlushedDenormalsAndFromManyCallers) {
+  ComputePool pool(3);
+  std::atomic<int> calls = 0, tiny = 0;
+  std::vector<std::thread> callers;
+  for (int c = 0; c < 4; ++c) {
+    callers.emplace_back([&] {
+      for (int i = 0; i < 50; ++i) {
+        std::atomic<int> before = 0;
+        pool.Run([&](int thread) {
+          volatile float half = 0.5f;
+          volatile float product = std::numeric_limits<float>::min() * half;
+          tiny += product != 0.0f;
+          ++before;
+          pool.Barrier();
+          EXPECT_EQ(before, 3) << "thread " << thread << " passed the barrier too early";
+          ++calls;
+        });
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  EXPECT_EQ(calls, 4 * 50 * 3);
+  EXPECT_EQ(tiny, 0);
+}
+
+}  // namespace
+}  // namespace expertmesh
