@@ -8,6 +8,7 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_split.h"
+#include "common/command_line.h"
 #include "common/progress_bar.h"
 #include "common/rpc/process.h"
 #include "expert_server/service/expert_server.h"
@@ -26,21 +27,11 @@ bool ParseShard(const std::string& text, int32_t* shard, int32_t* num_shards) {
          absl::SimpleAtoi(parts[1], num_shards) && *shard >= 0 && *num_shards > *shard;
 }
 
-// For options that name something: stores it, or returns what CLI11 prints.
-template <typename T>
-std::string ParseInto(const absl::StatusOr<T>& parsed, T* value) {
-  if (!parsed.ok()) return std::string(parsed.status().message());
-  *value = *parsed;
-  return std::string();
-}
-
 int Main(int argc, char** argv) {
   ExpertServerOptions options;
   std::string model;
   std::string shard = "0/1";
   double grace_seconds = 10;
-  std::string engine = "grouped";
-  std::string isa = "auto";
   options.engine.threads = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
   CLI::App app(
       "Holds one shard of a model's experts and computes them for the routers.\n"
@@ -65,17 +56,7 @@ int Main(int argc, char** argv) {
   app.add_option("--threads", options.engine.threads, "threads that compute one slice together")
       ->capture_default_str()
       ->check(CLI::Range(1, 1024));
-  app.add_option("--engine", engine,
-                 "what computes: grouped (vectorised) or for_loop (the slow reference, same bits)")
-      ->capture_default_str()
-      ->check([&options](const std::string& text) {
-        return ParseInto(ParseEngineKind(text), &options.engine.kind);
-      });
-  app.add_option("--isa", isa, "instruction set: auto, avx2, avx512 or avx512bf16; same bits")
-      ->capture_default_str()
-      ->check([&options](const std::string& text) {
-        return ParseInto(ParseIsa(text), &options.engine.isa);
-      });
+  AddEngineOptions(app, &options.engine.kind, &options.engine.isa);
   app.add_option("--queue", options.max_queued, "slices that may wait")
       ->capture_default_str()
       ->check(CLI::Range(1, 1 << 20));
@@ -93,7 +74,7 @@ int Main(int argc, char** argv) {
   StopSignals stop;
   spdlog::info("expertmesh-expert-server {}: model {}, shard {}/{}, {} threads, {} on {}",
                VersionText(), model, options.shard, options.num_shards, options.engine.threads,
-               engine, NameOf(options.engine.isa));
+               NameOf(options.engine.kind), NameOf(options.engine.isa));
   std::unique_ptr<ExpertServer> server;
   {
     const absl::StatusOr<std::shared_ptr<const Checkpoint>> checkpoint = Checkpoint::Open(model);

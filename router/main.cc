@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <string>
 
+#include "common/command_line.h"
 #include "common/rpc/process.h"
 #include "router/service/router_server.h"
 
@@ -44,6 +45,7 @@ int Main(int argc, char** argv) {
   app.add_option("--grace", grace_seconds, "seconds to finish what is under way after SIGTERM")
       ->capture_default_str()
       ->check(CLI::Range(0.0, 1e6));
+  AddEngineOptions(app, &options.router.engine, &options.router.isa);
   CLI11_PARSE(app, argc, argv);
   options.router.startup_grace = absl::Seconds(startup_grace_seconds);
 

@@ -18,6 +18,7 @@
 #include "client/cli/commands.h"
 #include "client/cli/common.h"
 #include "client/cpp/client.h"
+#include "common/command_line.h"
 #include "common/status.h"
 
 namespace expertmesh {
@@ -30,6 +31,8 @@ struct Options {
   int port = 7070;
   int server_port = -1;
   int threads = 0;
+  EngineKind engine = EngineKind::kGrouped;
+  Isa isa = BestIsa();
   double grace_seconds = 10;
 };
 
@@ -112,7 +115,11 @@ class Supervisor {
                    "--listen",
                    Address(options_.port),
                    "--grace",
-                   absl::StrCat(options_.grace_seconds)};
+                   absl::StrCat(options_.grace_seconds),
+                   "--engine",
+                   NameOf(options_.engine),
+                   "--isa",
+                   NameOf(options_.isa)};
     RETURN_IF_ERROR(StartOne(router, /*capture=*/true));
     absl::StatusOr<std::string> line = absl::DeadlineExceededError("");
     const absl::Time give_up = absl::Now() + kRouterStart;
@@ -140,11 +147,23 @@ class Supervisor {
                                                  : 7080;
       Service server;
       server.name = absl::StrCat("server-", i);
-      server.argv = {
-          folder + "/expertmesh-expert-server",   "--model",   options_.model,        "--listen",
-          Address(base == 0 ? 0 : base + i),      "--router",  router_address_,       "--shard",
-          absl::StrCat(i, "/", options_.servers), "--threads", absl::StrCat(threads), "--grace",
-          absl::StrCat(options_.grace_seconds)};
+      server.argv = {folder + "/expertmesh-expert-server",
+                     "--model",
+                     options_.model,
+                     "--listen",
+                     Address(base == 0 ? 0 : base + i),
+                     "--router",
+                     router_address_,
+                     "--shard",
+                     absl::StrCat(i, "/", options_.servers),
+                     "--threads",
+                     absl::StrCat(threads),
+                     "--grace",
+                     absl::StrCat(options_.grace_seconds),
+                     "--engine",
+                     NameOf(options_.engine),
+                     "--isa",
+                     NameOf(options_.isa)};
       RETURN_IF_ERROR(StartOne(server, /*capture=*/false));
       services_.push_back(std::move(server));
     }
@@ -235,6 +254,7 @@ Command AddServe(CLI::App& app) {
   app.add_option("--threads", options->threads,
                  "threads that compute, per server (default: processors / servers, at least 1)")
       ->check(CLI::Range(1, 1024));
+  AddEngineOptions(app, &options->engine, &options->isa);
   app.add_option("--grace", options->grace_seconds,
                  "seconds to finish what is under way after SIGTERM")
       ->capture_default_str()

@@ -24,6 +24,10 @@ std::vector<Isa> Detect() {
 
 }  // namespace
 
+const char* NameOf(EngineKind kind) {
+  return kind == EngineKind::kGrouped ? "grouped" : "for_loop";
+}
+
 absl::StatusOr<EngineKind> ParseEngineKind(const std::string& name) {
   if (name == "grouped") return EngineKind::kGrouped;
   if (name == "for_loop") return EngineKind::kForLoop;
@@ -48,7 +52,7 @@ const std::vector<Isa>& SupportedIsas() {
   return *isas;
 }
 
-Isa BestIsa() { return SupportedIsas().back(); }
+Isa BestIsa() { return SupportedIsas().empty() ? Isa::kAvx2 : SupportedIsas().back(); }
 
 absl::StatusOr<Isa> ParseIsa(const std::string& name) {
   if (name == "auto") return BestIsa();

@@ -13,7 +13,10 @@ enum class EngineKind {
   kForLoop,  // the plain reference: scalar loops, on one thread
 };
 
-// "grouped" or "for_loop"; INVALID_ARGUMENT naming the choices.
+// "grouped" or "for_loop".
+const char* NameOf(EngineKind kind);
+
+// The kind with that name; INVALID_ARGUMENT naming the choices.
 absl::StatusOr<EngineKind> ParseEngineKind(const std::string& name);
 
 // Instruction sets that the kernels are written for.
@@ -30,7 +33,7 @@ const char* NameOf(Isa isa);
 // after InitProcess.
 const std::vector<Isa>& SupportedIsas();
 
-// The last of SupportedIsas().
+// The last of SupportedIsas(); kAvx2 where there is none, which InitProcess refuses.
 Isa BestIsa();
 
 // "auto" is BestIsa(). INVALID_ARGUMENT naming the choices for a name that is none, or that this

@@ -25,9 +25,10 @@ std::string VersionText() {
 }
 
 absl::Status InitProcess(const std::string& name) {
-  if (!__builtin_cpu_supports("fma")) {
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) {
     return absl::FailedPreconditionError(
-        "this processor has no FMA instruction; results would differ from every other machine's");
+        "this processor lacks AVX2 or FMA; without them results would differ from every other "
+        "machine's");
   }
   // gRPC reads into slices of 64 KiB; with the default thresholds they go back to the kernel after
   // every call and are faulted in again at the next.

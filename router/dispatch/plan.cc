@@ -1,11 +1,11 @@
 #include "router/dispatch/plan.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <limits>
 #include <utility>
 
+#include "common/kernels/kernels.h"
 #include "common/numerics/flush_denormals.h"
 #include "common/status.h"
 #include "router/permutation/permute.h"
@@ -24,19 +24,6 @@ struct Collected {
   std::vector<std::vector<Pair>> by_expert;  // indexed by rank of the expert among the server's
   std::vector<int64_t> row_tokens;
 };
-
-KERNEL_NOINLINE KERNEL_FMA void AddRow(const float* row, float weight, int64_t n, float* sum) {
-  for (int64_t d = 0; d < n; ++d) sum[d] = std::fma(weight, row[d], sum[d]);
-}
-
-KERNEL_NOINLINE KERNEL_FMA void AddRowBF16(const uint16_t* row, float weight, int64_t n,
-                                           float* sum) {
-  for (int64_t d = 0; d < n; ++d) sum[d] = std::fma(weight, FloatFromBF16(row[d]), sum[d]);
-}
-
-KERNEL_NOINLINE void Scale(float factor, int64_t n, float* sum) {
-  for (int64_t d = 0; d < n; ++d) sum[d] *= factor;
-}
 
 }  // namespace
 
@@ -127,27 +114,21 @@ Tensor GatherRows(const TensorView& hidden_states, absl::Span<const int64_t> row
 
 void Combine(const RoundPlan& plan, absl::Span<const Tensor> replies,
              absl::Span<const float> topk_weights, int32_t top_k, float routed_scale,
-             int64_t hidden_size, DType dtype, void* output) {
+             int64_t hidden_size, DType dtype, void* output, Isa isa) {
   const ScopedFlushDenormals flush;
-  const int64_t num_pairs = static_cast<int64_t>(plan.pairs.size());
-  std::vector<float> sum(hidden_size);
-  for (int64_t pair = 0; pair < num_pairs; ++pair) {
-    if (pair % top_k == 0) std::fill(sum.begin(), sum.end(), 0.0f);
-    const PairResult& result = plan.pairs[pair];
-    const Tensor& reply = replies[result.slice];
-    if (reply.dtype() == DType::kBF16) {
-      AddRowBF16(reply.as<uint16_t>() + result.row * hidden_size, topk_weights[pair], hidden_size,
-                 sum.data());
-    } else {
-      AddRow(reply.as<float>() + result.row * hidden_size, topk_weights[pair], hidden_size,
-             sum.data());
+  const Kernels& kernels = KernelsOf(isa);
+  const int64_t tokens = static_cast<int64_t>(plan.pairs.size()) / top_k;
+  const int64_t row_bytes = hidden_size * BytesOf(ReplyDType(dtype));
+  auto* to = static_cast<std::byte*>(output);
+  std::vector<const void*> rows(top_k);
+  for (int64_t token = 0; token < tokens; ++token) {
+    for (int32_t slot = 0; slot < top_k; ++slot) {
+      const PairResult& result = plan.pairs[token * top_k + slot];
+      rows[slot] = replies[result.slice].data() + result.row * row_bytes;
     }
-    if (pair % top_k != top_k - 1) continue;
-    if (routed_scale != 1.0f) Scale(routed_scale, hidden_size, sum.data());
-    const int64_t token = pair / top_k;
-    for (int64_t d = 0; d < hidden_size; ++d) {
-      StoreFloat(dtype, output, token * hidden_size + d, sum[d]);
-    }
+    kernels.combine(ReplyDType(dtype), rows.data(), &topk_weights[token * top_k], top_k,
+                    routed_scale, dtype, hidden_size, to);
+    to += hidden_size * BytesOf(dtype);
   }
 }
 

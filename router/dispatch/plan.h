@@ -7,6 +7,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "common/kernels/isa.h"
 #include "common/tensor.h"
 
 namespace expertmesh {
@@ -53,6 +54,6 @@ Tensor GatherRows(const TensorView& hidden_states, absl::Span<const int64_t> row
 // where that is F16. topk_weights: [T, K]. output: [T, D] F32, BF16 or F16.
 void Combine(const RoundPlan& plan, absl::Span<const Tensor> replies,
              absl::Span<const float> topk_weights, int32_t top_k, float routed_scale,
-             int64_t hidden_size, DType dtype, void* output);
+             int64_t hidden_size, DType dtype, void* output, Isa isa = BestIsa());
 
 }  // namespace expertmesh

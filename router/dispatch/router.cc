@@ -106,7 +106,8 @@ absl::StatusOr<std::unique_ptr<Router>> Router::Create(std::shared_ptr<const Che
   for (const LayerDescription& layer : router->checkpoint_->model().layers) {
     RETURN_IF_ERROR(CheckSupported(layer));
     ASSIGN_OR_RETURN(RouterWeights weights, router->checkpoint_->ReadRouter(layer.layer));
-    ASSIGN_OR_RETURN(Gate gate, Gate::Create(layer.router, std::move(weights)));
+    ASSIGN_OR_RETURN(Gate gate,
+                     Gate::Create(layer.router, std::move(weights), options.engine, options.isa));
     router->gates_.emplace(layer.layer, std::move(gate));
   }
   return router;
@@ -213,7 +214,8 @@ absl::StatusOr<ForwardResult> Router::Forward(const ForwardCall& call) const {
     }
     Combine(sub.plan, rows, weights.subspan(sub.begin * top_k, sub.plan.pairs.size()), top_k,
             layer->router.routed_scale, hidden_size, hidden_states.dtype,
-            result.output.data() + sub.begin * hidden_size * BytesOf(hidden_states.dtype));
+            result.output.data() + sub.begin * hidden_size * BytesOf(hidden_states.dtype),
+            options_.isa);
   }
   return result;
 }

@@ -16,6 +16,9 @@
 namespace expertmesh {
 
 struct RouterOptions {
+  // What computes the gates and the combine.
+  EngineKind engine = EngineKind::kGrouped;
+  Isa isa = BestIsa();
   // A call for experts that no server has held yet waits for at most this long after the start.
   absl::Duration startup_grace = absl::Seconds(60);
   // A round is cut into sub-rounds of tokens whose replies take at most this many bytes, so that

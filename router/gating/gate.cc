@@ -1,7 +1,5 @@
 #include "router/gating/gate.h"
 
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -9,6 +7,9 @@
 #include <string>
 #include <utility>
 
+#include "common/kernels/for_loop_gemm.h"
+#include "common/kernels/grouped_gemm.h"
+#include "common/kernels/memory.h"
 #include "common/numerics/flush_denormals.h"
 #include "common/numerics/math.h"
 #include "common/status.h"
@@ -25,49 +26,15 @@ int64_t NumIds(const RouterDescriptor& router) {
 
 // ---- Logits ------------------------------------------------------------------------------------
 
-// Experts side by side in one vector, each lane a chain of its own, and rows of tokens that share a
-// load of the weights: enough independent chains to hide the latency of a fused multiply-add.
-constexpr int64_t kPanel = 8;
-constexpr int64_t kRowBlock = 4;
+// Rows that are multiplied at a time: few enough to stay in cache until they are.
+constexpr int64_t kRowBlock = 64;
 
-// Length of a chain over `hidden_size` elements, and the place of element k in it.
-int64_t ChainLength(bool pair_order, int64_t hidden_size) {
-  return pair_order ? (hidden_size + 1) / 2 * 2 : hidden_size;
-}
-int64_t ChainPosition(bool pair_order, int64_t k) { return pair_order ? k ^ 1 : k; }
-
-// Eight weights, widened; `p` is aligned.
-KERNEL_FMA inline __m256 LoadPanelRow(const float* p) { return _mm256_load_ps(p); }
-KERNEL_FMA inline __m256 LoadPanelRow(const uint16_t* p) {
-  const __m128i bf16 = _mm_load_si128(reinterpret_cast<const __m128i*>(p));
-  const __m128i zero = _mm_setzero_si128();
-  return _mm256_castsi256_ps(
-      _mm256_set_m128i(_mm_unpackhi_epi16(zero, bf16), _mm_unpacklo_epi16(zero, bf16)));
-}
-
-// out[r][e] = the chain over x[r] and expert e of the panel; x and panel are in chain order.
-template <int kRows, typename Weight>
-KERNEL_FMA KERNEL_NOINLINE void PanelLogits(const float* x, int64_t length, const Weight* panel,
-                                            float out[][kPanel]) {
-  __m256 acc[kRows];
-  for (int r = 0; r < kRows; ++r) acc[r] = _mm256_setzero_ps();
-  for (int64_t i = 0; i < length; ++i) {
-    const __m256 weights = LoadPanelRow(panel + i * kPanel);
-#pragma GCC unroll 4  // keeps acc in registers
-    for (int r = 0; r < kRows; ++r) {
-      acc[r] = _mm256_fmadd_ps(_mm256_set1_ps(x[r * length + i]), weights, acc[r]);
-    }
-  }
-  for (int r = 0; r < kRows; ++r) _mm256_storeu_ps(out[r], acc[r]);
-}
-
-// Rows that are left over cost a call each; the chain of an output is the same in both.
-template <typename Weight>
-void BlockLogits(const float* x, int64_t rows, int64_t length, const Weight* panel,
-                 float out[][kPanel]) {
-  if (rows == kRowBlock) return PanelLogits<kRowBlock>(x, length, panel, out);
-  for (int64_t r = 0; r < rows; ++r) PanelLogits<1>(x + r * length, length, panel, out + r);
-}
+// Memory of a thread that computes logits, kept from call to call.
+struct LogitsMemory {
+  Workspace rows;
+  Workspace scratch;
+  std::vector<GemmGroup> groups;
+};
 
 KERNEL_NOINLINE void AddBias(const std::vector<float>& bias, absl::Span<float> logits) {
   for (size_t i = 0; i < logits.size(); ++i) logits[i] += bias[i % bias.size()];
@@ -339,7 +306,8 @@ absl::Status SelectExperts(const RouterDescriptor& router, absl::Span<const floa
   return absl::OkStatus();
 }
 
-absl::StatusOr<Gate> Gate::Create(const RouterDescriptor& router, RouterWeights weights) {
+absl::StatusOr<Gate> Gate::Create(const RouterDescriptor& router, RouterWeights weights,
+                                  EngineKind kind, Isa isa) {
   RETURN_IF_ERROR(ValidateRouter(router));
   const int64_t num_ids = NumIds(router);
   const Tensor& weight = weights.weight;
@@ -352,7 +320,8 @@ absl::StatusOr<Gate> Gate::Create(const RouterDescriptor& router, RouterWeights 
   Gate gate;
   gate.router_ = router;
   gate.hidden_size_ = weight.dim(1);
-  gate.pair_order_ = weight.dtype() != DType::kF32;
+  gate.kind_ = kind;
+  gate.isa_ = isa;
   ASSIGN_OR_RETURN(gate.logits_bias_,
                    PerExpert("logits_bias", router.has_logits_bias, num_ids, weights.logits_bias));
   ASSIGN_OR_RETURN(gate.selection_bias_, PerExpert("selection_bias", router.has_selection_bias,
@@ -361,19 +330,46 @@ absl::StatusOr<Gate> Gate::Create(const RouterDescriptor& router, RouterWeights 
                    PerExpert("per_expert_scale", router.has_per_expert_scale, num_ids,
                              weights.per_expert_scale));
 
-  const int64_t length = ChainLength(gate.pair_order_, gate.hidden_size_);
-  const DType stored = weight.dtype() == DType::kBF16 ? DType::kBF16 : DType::kF32;
-  gate.panels_ = Tensor(stored, {(num_ids + kPanel - 1) / kPanel, length, kPanel});
-  std::fill_n(gate.panels_.data(), gate.panels_.num_bytes(), std::byte{0});
-  for (int64_t e = 0; e < num_ids; ++e) {
-    for (int64_t k = 0; k < gate.hidden_size_; ++k) {
-      const int64_t row = e / kPanel * length + ChainPosition(gate.pair_order_, k);
-      // Exact: F16 and F32 to F32, BF16 to itself.
-      StoreFloat(stored, gate.panels_.data(), row * kPanel + e % kPanel,
-                 LoadFloat(weight.dtype(), weight.data(), e * gate.hidden_size_ + k));
-    }
+  if (kind == EngineKind::kForLoop) {
+    gate.weight_ = weight;
+  } else {
+    gate.packed_ = PackedWeights(weight.dtype(), 1, num_ids, gate.hidden_size_);
+    gate.packed_.Pack(0, weight);
   }
   return gate;
+}
+
+void Gate::ComputeLogits(const TensorView& hidden_states, int64_t rows, float* logits) const {
+  const ScopedFlushDenormals flush;
+  const auto* const from = static_cast<const std::byte*>(hidden_states.data);
+  const int64_t from_bytes = hidden_size_ * BytesOf(hidden_states.dtype);
+  const int64_t num_ids = NumIds(router_);
+  if (kind_ == EngineKind::kForLoop) {
+    std::vector<float> x(hidden_size_);
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t k = 0; k < hidden_size_; ++k) {
+        x[k] = LoadFloat(hidden_states.dtype, from + r * from_bytes, k);
+      }
+      ForLoopMatVec(x.data(), weight_, logits + r * num_ids);
+    }
+    return;
+  }
+  thread_local LogitsMemory memory;
+  const DType row_dtype = GemmRowDType(isa_, packed_.dtype(), hidden_states.dtype);
+  const int64_t row_bytes = GemmRowBytes(row_dtype, hidden_size_);
+  std::byte* const x = memory.rows.Get(static_cast<size_t>(kRowBlock * row_bytes));
+  for (int64_t begin = 0; begin < rows; begin += kRowBlock) {
+    const int64_t count = std::min(kRowBlock, rows - begin);
+    for (int64_t r = 0; r < count; ++r) {
+      LoadGemmRow(isa_, hidden_states.dtype, from + (begin + r) * from_bytes, hidden_size_,
+                  row_dtype, x + r * row_bytes);
+    }
+    memory.groups.clear();
+    AddGroups(/*index=*/0, /*first_row=*/0, count, &memory.groups);
+    GroupedGemm gemm({isa_, &packed_, memory.groups, x, row_dtype, GemmOutput::kRows,
+                      RowFormat::kF32, logits + begin * num_ids, num_ids});
+    gemm.Run(memory.scratch, [] { return false; });
+  }
 }
 
 absl::StatusOr<Routing> Gate::Route(const TensorView& hidden_states, int64_t first_row) const {
@@ -385,46 +381,16 @@ absl::StatusOr<Routing> Gate::Route(const TensorView& hidden_states, int64_t fir
   }
   const int64_t tokens = hidden_states.shape[0];
   const int64_t num_ids = NumIds(router_);
-  const int64_t length = ChainLength(pair_order_, hidden_size_);
   Routing routing;
   routing.topk_ids = Tensor(DType::kI32, {tokens, router_.top_k});
   routing.topk_weights = Tensor(DType::kF32, {tokens, router_.top_k});
   routing.logits = Tensor(DType::kF32, {tokens, num_ids});
 
   // Rows from `good` on are not looked at: row `good` has a value that is not finite.
-  int64_t good = tokens;
-  int64_t bad_column = 0;
-  std::vector<float> x(static_cast<size_t>(kRowBlock * length));  // padding stays zero
-  for (int64_t begin = 0; begin < good; begin += kRowBlock) {
-    for (int64_t t = begin; t < std::min(begin + kRowBlock, good); ++t) {
-      float* row = x.data() + (t - begin) * length;
-      for (int64_t k = 0; k < hidden_size_; ++k) {
-        const float value =
-            LoadFloat(hidden_states.dtype, hidden_states.data, t * hidden_size_ + k);
-        if (!std::isfinite(value)) {
-          good = t;
-          bad_column = k;
-          break;
-        }
-        row[ChainPosition(pair_order_, k)] = value;
-      }
-    }
-    const int64_t rows = std::min(kRowBlock, good - begin);
-    const ScopedFlushDenormals flush;
-    for (int64_t panel = 0; panel < panels_.dim(0); ++panel) {
-      float out[kRowBlock][kPanel];
-      if (panels_.dtype() == DType::kBF16) {
-        BlockLogits(x.data(), rows, length, panels_.as<uint16_t>() + panel * length * kPanel, out);
-      } else {
-        BlockLogits(x.data(), rows, length, panels_.as<float>() + panel * length * kPanel, out);
-      }
-      const int64_t experts = std::min(kPanel, num_ids - panel * kPanel);
-      for (int64_t r = 0; r < rows; ++r) {
-        std::copy_n(out[r], experts,
-                    routing.logits.as<float>() + (begin + r) * num_ids + panel * kPanel);
-      }
-    }
-  }
+  const int64_t bad_value = KernelsOf(isa_).find_not_finite(hidden_states.dtype, hidden_states.data,
+                                                            tokens * hidden_size_);
+  const int64_t good = bad_value < 0 ? tokens : bad_value / hidden_size_;
+  ComputeLogits(hidden_states, good, routing.logits.as<float>());
   const absl::Span<float> logits(routing.logits.as<float>(), static_cast<size_t>(good * num_ids));
   if (router_.has_logits_bias) {
     const ScopedFlushDenormals flush;
@@ -438,7 +404,8 @@ absl::StatusOr<Routing> Gate::Route(const TensorView& hidden_states, int64_t fir
                                 first_row));
   if (good < tokens) {
     return absl::InvalidArgumentError(absl::StrCat("hidden_states: row ", first_row + good,
-                                                   " is not finite at column ", bad_column));
+                                                   " is not finite at column ",
+                                                   bad_value % hidden_size_));
   }
   return routing;
 }

@@ -11,6 +11,8 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "common/kernels/isa.h"
+#include "common/kernels/packed_weights.h"
 #include "common/model/checkpoint.h"
 #include "common/model/description.h"
 #include "common/tensor.h"
@@ -55,9 +57,11 @@ absl::Status ValidateRouter(const RouterDescriptor& router);
 // The gate of one layer. Immutable; Route may be called concurrently.
 class Gate {
  public:
-  // Takes the weights, rearranged for the kernel. INVALID_ARGUMENT naming the tensor whose shape or
-  // dtype does not fit the descriptor; what ValidateRouter refuses.
-  static absl::StatusOr<Gate> Create(const RouterDescriptor& router, RouterWeights weights);
+  // Takes the weights, rearranged for the kernels; `kind` and `isa` choose who computes the logits,
+  // and change no bit. INVALID_ARGUMENT naming the tensor whose shape or dtype does not fit the
+  // descriptor; what ValidateRouter refuses.
+  static absl::StatusOr<Gate> Create(const RouterDescriptor& router, RouterWeights weights,
+                                     EngineKind kind = EngineKind::kGrouped, Isa isa = BestIsa());
 
   // hidden_states: F32, BF16 or F16 [T, D]; first_row: what row 0 is called in error texts.
   // INVALID_ARGUMENT naming the first row with a hidden state or a logit that is not finite, or a
@@ -74,12 +78,15 @@ class Gate {
  private:
   Gate() = default;
 
+  // logits: [rows, N]; the rows are finite.
+  void ComputeLogits(const TensorView& hidden_states, int64_t rows, float* logits) const;
+
   RouterDescriptor router_;
   int64_t hidden_size_ = 0;
-  bool pair_order_ = false;
-  // The weight as panels of 8 experts, [ceil(N / 8)][k][8], k in the order of the chain and padded,
-  // missing experts zero. BF16 stays BF16; the other dtypes are widened to F32.
-  Tensor panels_;
+  EngineKind kind_ = EngineKind::kGrouped;
+  Isa isa_ = Isa::kAvx2;
+  PackedWeights packed_;                 // [N, D], unless kForLoop
+  Tensor weight_;                        // [N, D] where kForLoop
   std::vector<float> logits_bias_;       // [N] or empty
   std::vector<float> selection_bias_;    // [N] or empty
   std::vector<float> per_expert_scale_;  // [N] or empty

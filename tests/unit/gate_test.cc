@@ -17,6 +17,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "nlohmann/json.hpp"
+#include "tests/random_tensor.h"
 
 namespace expertmesh {
 namespace {
@@ -507,6 +508,37 @@ TEST(Gate, ATokenDoesNotDependOnTheOthers) {
       EXPECT_EQ(0, std::memcmp(one->logits.data(), all->logits.as<float>() + t * 16, 16 * 4));
       if (k == 1) {
         EXPECT_EQ(one->topk_weights.as<float>()[0], 1.0f);
+      }
+    }
+  }
+}
+
+TEST(Gate, TheSameBitsOnEveryInstructionSetAsByThePlainLoops) {
+  std::mt19937 random(12);
+  for (const DType weight_dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+      for (const auto& [experts, hidden] :
+           std::vector<std::pair<int64_t, int64_t>>{{5, 33}, {130, 64}}) {
+        // The second scale puts products and sums around the smallest normal number.
+        for (const float scale : {1.0f, 2e-19f}) {
+          const Tensor weight = RandomTensor(weight_dtype, {experts, hidden}, scale, random);
+          const Tensor x = RandomTensor(dtype, {150, hidden}, scale, random);
+          const RouterDescriptor router = Router(static_cast<int32_t>(experts), 3);
+          const auto route = [&](EngineKind kind, Isa isa) {
+            return Gate::Create(router, {weight, Tensor(), Tensor(), Tensor()}, kind, isa)
+                ->Route(x)
+                .value();
+          };
+          const Routing expected = route(EngineKind::kForLoop, BestIsa());
+          for (const Isa isa : SupportedIsas()) {
+            const Routing got = route(EngineKind::kGrouped, isa);
+            EXPECT_EQ(0, std::memcmp(got.logits.data(), expected.logits.data(),
+                                     expected.logits.num_bytes()))
+                << NameOf(isa) << ", " << NameOf(weight_dtype) << " x " << NameOf(dtype) << ", "
+                << experts << " experts, scale " << scale;
+            EXPECT_EQ(Ids(got.topk_ids), Ids(expected.topk_ids));
+          }
+        }
       }
     }
   }
