@@ -1,5 +1,7 @@
 #include "expert_server/engine/expert_store.h"
 
+#include <malloc.h>
+
 #include <utility>
 
 #include "common/model/contiguous_shard.h"
@@ -65,6 +67,7 @@ absl::StatusOr<std::unique_ptr<ExpertStore>> ExpertStore::Load(
     RETURN_IF_ERROR(layer.experts->Prepare());
     store->layers_.emplace(layer_index, std::move(layer));
   }
+  malloc_trim(0);  // what the weights were read into is free, but would stay ours
   return store;
 }
 
