@@ -11,91 +11,81 @@
 #include "router/permutation/permute.h"
 
 namespace expertmesh {
-namespace {
-
-// A (token, slot) pair on its way to its server, before permutation.
-struct Pair {
-  int64_t pair = 0;  // t * K + k
-  int32_t row = 0;   // of the server's unique rows
-};
-
-// The pairs of one server, collected in token order.
-struct Collected {
-  std::vector<std::vector<Pair>> by_expert;  // indexed by rank of the expert among the server's
-  std::vector<int64_t> row_tokens;
-};
-
-}  // namespace
 
 absl::StatusOr<RoundPlan> PlanRound(absl::Span<const int32_t> topk_ids, int32_t top_k,
                                     absl::Span<const int32_t> server_of_expert,
                                     int64_t pad_multiple) {
   const int64_t num_pairs = static_cast<int64_t>(topk_ids.size());
-  int32_t num_servers = 0;
-  for (const int32_t server : server_of_expert) num_servers = std::max(num_servers, server + 1);
-
-  // Rank of each expert among those of its server, so that a server's counts are dense.
-  std::vector<std::vector<int32_t>> experts_of_server(num_servers);
-  std::vector<int32_t> rank_of_expert(server_of_expert.size(), -1);
-  for (size_t expert = 0; expert < server_of_expert.size(); ++expert) {
-    if (server_of_expert[expert] < 0) continue;
-    std::vector<int32_t>& experts = experts_of_server[server_of_expert[expert]];
-    rank_of_expert[expert] = static_cast<int32_t>(experts.size());
-    experts.push_back(static_cast<int32_t>(expert));
-  }
-
-  std::vector<Collected> collected(num_servers);
-  for (int32_t s = 0; s < num_servers; ++s) {
-    collected[s].by_expert.resize(experts_of_server[s].size());
-  }
-  for (int64_t pair = 0; pair < num_pairs; ++pair) {
-    const int32_t expert = topk_ids[pair];
-    if (expert < 0 || expert >= static_cast<int32_t>(server_of_expert.size()) ||
-        server_of_expert[expert] < 0) {
+  const int32_t num_experts = static_cast<int32_t>(server_of_expert.size());
+  std::vector<int64_t> count(num_experts, 0);  // pairs of each expert
+  for (const int32_t expert : topk_ids) {
+    if (expert < 0 || expert >= num_experts || server_of_expert[expert] < 0) {
       return absl::InternalError(absl::StrCat("expert ", expert, " has no server in the plan"));
     }
-    Collected& target = collected[server_of_expert[expert]];
-    const int64_t token = pair / top_k;
-    if (target.row_tokens.empty() || target.row_tokens.back() != token) {
-      if (target.row_tokens.size() >= std::numeric_limits<int32_t>::max()) {
-        return absl::InvalidArgumentError("hidden_states: more than 2^31 - 1 rows for one server");
-      }
-      target.row_tokens.push_back(token);
-    }
-    target.by_expert[rank_of_expert[expert]].push_back(
-        {pair, static_cast<int32_t>(target.row_tokens.size() - 1)});
+    ++count[expert];
+  }
+
+  // A server's pairs, sorted by expert and within an expert by token, are numbered from 0: these
+  // are the rows of its reply. next[e]: number of the next pair of expert e.
+  int32_t num_servers = 0;
+  for (const int32_t server : server_of_expert) num_servers = std::max(num_servers, server + 1);
+  std::vector<ServerSlice> slices(num_servers);
+  std::vector<int64_t> next(num_experts, 0);
+  for (int32_t expert = 0; expert < num_experts; ++expert) {
+    if (count[expert] == 0) continue;  // the empty stay unpadded and unsent
+    ServerSlice& slice = slices[server_of_expert[expert]];
+    slice.expert_ids.push_back(expert);
+    next[expert] = slice.num_pairs;
+    slice.num_pairs += count[expert];
+  }
+  std::vector<int32_t> slice_of_server(num_servers, -1);
+  std::vector<int64_t> first_pair(num_servers, 0);  // of the server's pairs in row_of_pair
+  int32_t num_slices = 0;
+  int64_t before = 0;
+  for (int32_t s = 0; s < num_servers; ++s) {
+    if (slices[s].num_pairs == 0) continue;
+    slices[s].server = s;
+    slices[s].row_tokens.reserve(std::min(slices[s].num_pairs, num_pairs / top_k));
+    slice_of_server[s] = num_slices++;
+    first_pair[s] = before;
+    before += slices[s].num_pairs;
   }
 
   RoundPlan plan;
   plan.pairs.resize(num_pairs);
-  for (int32_t s = 0; s < num_servers; ++s) {
-    Collected& source = collected[s];
-    if (source.row_tokens.empty()) continue;
-    std::vector<int64_t> counts;
-    std::vector<Pair> pairs;  // sorted by expert, in token order
-    ServerSlice slice;
-    slice.server = s;
-    for (size_t rank = 0; rank < source.by_expert.size(); ++rank) {
-      if (source.by_expert[rank].empty()) continue;  // the empty stay unpadded and unsent
-      slice.expert_ids.push_back(experts_of_server[s][rank]);
-      counts.push_back(static_cast<int64_t>(source.by_expert[rank].size()));
-      pairs.insert(pairs.end(), source.by_expert[rank].begin(), source.by_expert[rank].end());
+  std::vector<int32_t> row_of_pair(num_pairs);  // by server, then by number
+  for (int64_t pair = 0; pair < num_pairs; ++pair) {
+    const int64_t token = pair / top_k;
+    const int32_t expert = topk_ids[pair];
+    const int32_t server = server_of_expert[expert];
+    std::vector<int64_t>& row_tokens = slices[server].row_tokens;
+    if (row_tokens.empty() || row_tokens.back() != token) {
+      if (row_tokens.size() >= std::numeric_limits<int32_t>::max()) {
+        return absl::InvalidArgumentError("hidden_states: more than 2^31 - 1 rows for one server");
+      }
+      row_tokens.push_back(token);
     }
+    const int64_t number = next[expert]++;
+    row_of_pair[first_pair[server] + number] = static_cast<int32_t>(row_tokens.size() - 1);
+    plan.pairs[pair] = {slice_of_server[server], number};
+  }
+
+  std::vector<int64_t> counts;
+  for (ServerSlice& slice : slices) {
+    if (slice.num_pairs == 0) continue;
+    counts.clear();
+    for (const int32_t expert : slice.expert_ids) counts.push_back(count[expert]);
     ASSIGN_OR_RETURN(
         PermuteIndices permuted,
         GeneratePermuteIndices(counts, static_cast<int64_t>(counts.size()),
                                /*num_ranks=*/1, pad_multiple, EmptyExperts::kZeroRows));
-    slice.gather.reserve(permuted.permuted_indices.size());
-    for (const int64_t index : permuted.permuted_indices) {
-      if (index < 0) {
-        slice.gather.push_back(-1);
-        continue;
-      }
-      slice.gather.push_back(pairs[index].row);
-      plan.pairs[pairs[index].pair] = {static_cast<int32_t>(plan.slices.size()), slice.num_pairs++};
+    const int32_t* const rows = row_of_pair.data() + first_pair[slice.server];
+    slice.gather.resize(permuted.permuted_indices.size());
+    for (size_t p = 0; p < slice.gather.size(); ++p) {
+      const int64_t index = permuted.permuted_indices[p];
+      slice.gather[p] = index < 0 ? -1 : rows[index];
     }
     slice.m_sizes = std::move(permuted.m_sizes);
-    slice.row_tokens = std::move(source.row_tokens);
     plan.slices.push_back(std::move(slice));
   }
   return plan;

@@ -89,19 +89,23 @@ TEST_P(SameBits, AsForLoopExperts) {
     bool padded;
   };
   const std::vector<Case> cases = {
-      {160, 96, 0.1f, {0, 1, 2, 3, 4, 5, 6}, false},
-      {33, 17, 0.3f, {7, 0, 13, 1, 0, 64, 8}, true},
-      {33, 17, 1e-13f, {7, 0, 13, 1, 0, 64, 8}, true},
-      {8, 1, 1.0f, {5, 5, 0, 0, 0, 0, 0}, false},
-      {601, 130, 0.1f, {300, 0, 1, 0, 16, 0, 2}, false},
-      {64, 64, 0.1f, {0, 0, 0, 0, 0, 0, 0}, false},
-      {64, 64, 0.1f, {9, 9, 9, 9, 9, 9, 9}, true},
+      {160, 96, 0.1f, {0, 1, 2, 3, 4, 5, 6, 0}, false},
+      {33, 17, 0.3f, {7, 0, 13, 1, 0, 64, 8, 12}, true},
+      {33, 17, 1e-13f, {7, 0, 13, 1, 0, 64, 8, 12}, true},
+      {601, 130, 0.1f, {300, 0, 1, 0, 16, 0, 2, 0}, false},
+      {64, 64, 0.1f, {9, 9, 9, 9, 9, 9, 9, 9}, true},
+      // Experts without a token, at either end and between others.
+      {8, 1, 1.0f, {5, 0, 0, 0, 0, 0, 0, 0}, false},
+      {64, 32, 0.1f, {0, 5, 0, 3, 0, 0, 0, 0}, false},
+      {64, 32, 0.1f, {0, 0, 0, 0, 0, 0, 0, 5}, false},
+      {64, 64, 0.1f, {0, 0, 0, 0, 0, 0, 0, 0}, false},
+      {40, 24, 0.1f, {299, 254, 158, 278, 167, 343, 263, 286}, false},
   };
   for (const Case& c : cases) {
     const Layer layer =
         RandomLayer(weight_dtype, 9, c.hidden_size, c.intermediate_size, c.scale, rng);
     const Batch batch =
-        RandomBatch(dtype, c.hidden_size, {0, 1, 2, 4, 5, 6, 8}, c.positions, c.padded, rng);
+        RandomBatch(dtype, c.hidden_size, {0, 1, 2, 3, 4, 5, 6, 8}, c.positions, c.padded, rng);
     const auto reference = layer.Make({.kind = EngineKind::kForLoop});
     const std::string expected = Forward(*reference, batch, c.hidden_size);
     for (const Isa isa : SupportedIsas()) {
