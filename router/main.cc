@@ -17,6 +17,7 @@ int Main(int argc, char** argv) {
   std::string model;
   double startup_grace_seconds = 60;
   double grace_seconds = 10;
+  int64_t batch_wait_us = 0;
   CLI::App app(
       "Routes tokens to the expert servers of one node and combines what they return.\n"
       "Start order does not matter: servers may come before or after it.");
@@ -24,16 +25,33 @@ int Main(int argc, char** argv) {
   app.add_option("--model", model, "Hugging Face model folder")->required();
   app.add_option("--listen", options.listen, "HOST:PORT to serve on; port 0: any free one")
       ->capture_default_str();
-  app.add_option("--threads", options.threads, "requests under way at a time")
+  app.add_option(
+         "--threads", options.threads,
+         "calls whose gate is computed or that wait for servers, and layers that work, at a time")
       ->capture_default_str()
       ->check(CLI::Range(1, 1024));
-  app.add_option("--queue", options.max_queued, "requests that may wait for a thread")
+  app.add_option("--queue", options.limits.requests,
+                 "requests that may be under way; more are refused (RESOURCE_EXHAUSTED)")
       ->capture_default_str()
       ->check(CLI::Range(1, 1 << 20));
-  app.add_option("--queue-bytes", options.max_queued_bytes,
-                 "bytes of the requests that wait or are under way; one more is always let in")
+  app.add_option("--queue-bytes", options.limits.bytes,
+                 "bytes of these requests and their answers; one more is always let in")
       ->capture_default_str()
       ->check(CLI::Range(int64_t{0}, int64_t{1} << 50));
+  app.add_option("--rounds-per-layer", options.router.batching.rounds_per_layer,
+                 "rounds of a layer in flight at a time; requests that come meanwhile are merged "
+                 "into the next one. 0: requests are never merged")
+      ->capture_default_str()
+      ->check(CLI::Range(0, 1024));
+  app.add_option("--batch-wait-us", batch_wait_us,
+                 "microseconds that a round which could start waits for more requests")
+      ->capture_default_str()
+      ->check(CLI::Range(0, 10'000'000));
+  app.add_option("--max-round-tokens", options.router.batching.max_tokens,
+                 "tokens of a round; fewer where their replies would not fit in half a message. "
+                 "Larger requests are cut")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1 << 30));
   app.add_option("--max-message-bytes", options.channel.max_message_bytes,
                  "largest message in either direction; the same on servers and clients")
       ->capture_default_str()
@@ -48,6 +66,7 @@ int Main(int argc, char** argv) {
   AddEngineOptions(app, &options.router.engine, &options.router.isa);
   CLI11_PARSE(app, argc, argv);
   options.router.startup_grace = absl::Seconds(startup_grace_seconds);
+  options.router.batching.wait = absl::Microseconds(batch_wait_us);
 
   const auto fail = [](const absl::Status& status) {
     spdlog::error("{}", std::string(status.message()));

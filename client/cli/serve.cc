@@ -20,6 +20,7 @@
 #include "client/cpp/client.h"
 #include "common/command_line.h"
 #include "common/status.h"
+#include "router/dispatch/batcher.h"
 
 namespace expertmesh {
 namespace {
@@ -34,6 +35,9 @@ struct Options {
   EngineKind engine = EngineKind::kGrouped;
   Isa isa = BestIsa();
   double grace_seconds = 10;
+  int rounds_per_layer = BatchingOptions().rounds_per_layer;
+  int64_t batch_wait_us = 0;
+  int64_t max_round_tokens = BatchingOptions().max_tokens;
 };
 
 constexpr absl::Duration kPoll = absl::Milliseconds(100);
@@ -119,7 +123,13 @@ class Supervisor {
                    "--engine",
                    NameOf(options_.engine),
                    "--isa",
-                   NameOf(options_.isa)};
+                   NameOf(options_.isa),
+                   "--rounds-per-layer",
+                   absl::StrCat(options_.rounds_per_layer),
+                   "--batch-wait-us",
+                   absl::StrCat(options_.batch_wait_us),
+                   "--max-round-tokens",
+                   absl::StrCat(options_.max_round_tokens)};
     RETURN_IF_ERROR(StartOne(router, /*capture=*/true));
     absl::StatusOr<std::string> line = absl::DeadlineExceededError("");
     const absl::Time give_up = absl::Now() + kRouterStart;
@@ -259,6 +269,17 @@ Command AddServe(CLI::App& app) {
                  "seconds to finish what is under way after SIGTERM")
       ->capture_default_str()
       ->check(CLI::Range(0.0, 1e6));
+  app.add_option("--rounds-per-layer", options->rounds_per_layer,
+                 "rounds of a layer in flight at a time; 0: requests are never merged")
+      ->capture_default_str()
+      ->check(CLI::Range(0, 1024));
+  app.add_option("--batch-wait-us", options->batch_wait_us,
+                 "microseconds that a round which could start waits for more requests")
+      ->capture_default_str()
+      ->check(CLI::Range(0, 10'000'000));
+  app.add_option("--max-round-tokens", options->max_round_tokens, "tokens of a round")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1 << 30));
   return [options] {
     const absl::Status status = Supervisor(*options).Run();
     return status.ok() ? static_cast<int>(kOk) : Fail(status);

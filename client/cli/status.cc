@@ -54,6 +54,13 @@ void PrintJson(const v1::GetClusterResponse& cluster) {
     one["numerics"] = server.numerics();
     out["servers"].push_back(std::move(one));
   }
+  out["layers"] = nlohmann::ordered_json::array();
+  for (const v1::LayerRounds& layer : cluster.layers()) {
+    out["layers"].push_back({{"layer", layer.layer()},
+                             {"rounds", layer.rounds()},
+                             {"requests", layer.requests()},
+                             {"tokens", layer.tokens()}});
+  }
   std::printf("%s\n", out.dump(2).c_str());
 }
 

@@ -3,10 +3,16 @@
 #include <limits>
 #include <utility>
 
+#include "absl/synchronization/notification.h"
 #include "common/rpc/process.h"
 #include "common/status.h"
 
 namespace expertmesh {
+namespace {
+
+constexpr int kMaxThreads = 64;  // calls whose gate is computed, and layers that work, at a time
+
+}  // namespace
 
 // A server of this process: computes on its own threads.
 class LocalCluster::Backend final : public ExpertBackend {
@@ -15,19 +21,27 @@ class LocalCluster::Backend final : public ExpertBackend {
       : store_(std::move(store)),
         executor_("experts", /*max_threads=*/1, std::numeric_limits<size_t>::max()) {}
 
-  void Dispatch(ExpertSlice slice, Done done) override {
+  uint64_t Dispatch(ExpertSlice slice, Done done) override {
     const bool queued =
         executor_.TryRun([this, slice = std::move(slice), done = std::move(done)]() mutable {
           std::move(done)(store_->Forward(slice.layer, slice.expert_ids, slice.m_sizes,
                                           slice.gather, slice.rows));
         });
     (void)queued;  // the queue has no limit
+    return 0;
   }
+
+  // Calls of this process have no deadline and cannot be cancelled.
+  void Cancel(uint64_t) override {}
 
  private:
   const std::unique_ptr<ExpertStore> store_;
   Executor executor_;  // after the store: its threads end first
 };
+
+LocalCluster::LocalCluster()
+    : executor_(
+          std::make_unique<Executor>("forward", kMaxThreads, std::numeric_limits<size_t>::max())) {}
 
 absl::StatusOr<std::unique_ptr<LocalCluster>> LocalCluster::Start(
     const std::string& model_dir, const LocalClusterOptions& options) {
@@ -57,9 +71,20 @@ absl::StatusOr<MoeOutput> LocalCluster::Forward(int32_t layer, const Tensor& hid
   ForwardCall call;
   call.layer = layer;
   call.hidden_states = hidden_states;
-  ASSIGN_OR_RETURN(ForwardResult result, router_->Forward(call));
-  return MoeOutput{std::move(result.output), std::move(result.routing.topk_ids),
-                   std::move(result.routing.topk_weights)};
+  absl::StatusOr<ForwardResult> result = absl::InternalError("not answered");
+  absl::Notification answered;
+  // Not on this thread, which the router would keep while other callers come.
+  const bool queued = executor_->TryRun([&] {
+    router_->Forward(std::move(call), [&](absl::StatusOr<ForwardResult> answer) {
+      result = std::move(answer);
+      answered.Notify();
+    });
+  });
+  (void)queued;  // the queue has no limit
+  answered.WaitForNotification();
+  RETURN_IF_ERROR(result.status());
+  return MoeOutput{std::move(result->output), std::move(result->routing.topk_ids),
+                   std::move(result->routing.topk_weights)};
 }
 
 }  // namespace expertmesh

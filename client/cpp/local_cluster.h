@@ -39,8 +39,9 @@ class LocalCluster {
  private:
   class Backend;
 
-  LocalCluster() = default;
+  LocalCluster();
   std::unique_ptr<Router> router_;
+  std::unique_ptr<Executor> executor_;  // runs the calls; its threads end first
 };
 
 }  // namespace expertmesh

@@ -3,11 +3,19 @@
 
 #include <grpcpp/support/status.h>
 
+#include <string>
+
 #include "absl/status/status.h"
+#include "absl/time/time.h"
 
 namespace expertmesh {
 
-// Messages are cut after 2 KiB.
+// RESOURCE_EXHAUSTED, for a queue that is full: `what`, and when to try again, in the text and as a
+// google.rpc.RetryInfo in the payload.
+absl::Status RetryLater(const std::string& what, absl::Duration after);
+
+// Messages are cut after 2 KiB. Payloads travel as the details of a google.rpc.Status
+// (grpc-status-details-bin), where standard clients look for them.
 grpc::Status ToGrpcStatus(const absl::Status& status);
 absl::Status FromGrpcStatus(const grpc::Status& status);
 

@@ -1,7 +1,9 @@
 #include "expert_server/service/expert_service.h"
 
+#include <atomic>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <new>
 #include <string>
@@ -52,6 +54,25 @@ absl::StatusOr<Tensor> Compute(const ExpertStore& store, const Work& work,
   return rows;
 }
 
+// Told to a router whose slice found the queue full.
+constexpr absl::Duration kRetryAfter = absl::Milliseconds(100);
+
+// A slice on its way through the stream.
+struct Job {
+  Work work;
+  std::atomic<bool> cancelled = false;  // nobody waits for it any more
+  bool started = false;                 // guarded by the stream's mutex
+};
+
+grpc::ByteBuffer QueueFull(uint64_t round_id, size_t limit) {
+  v1::DispatchResponse response;
+  response.set_round_id(round_id);
+  response.set_code(static_cast<int32_t>(absl::StatusCode::kResourceExhausted));
+  response.set_message(absl::StrCat("the server's queue of ", limit, " slices is full"));
+  response.set_retry_after_ms(absl::ToInt64Milliseconds(kRetryAfter));
+  return Encode(response);
+}
+
 grpc::ByteBuffer Answer(uint64_t round_id, const absl::StatusOr<Tensor>& rows) {
   v1::DispatchResponse response;
   response.set_round_id(round_id);
@@ -93,11 +114,12 @@ class DispatchStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, gr
       bytes.Swap(&incoming_);
       ++under_way_;
     }
-    auto work = std::make_shared<Work>();
-    absl::Status status = DecodeWithTensor(bytes, "rows", &work->header, &work->rows);
-    const uint64_t round_id = work->header.round_id();
-    if (work->header.timeout_us() > 0) {
-      work->deadline = absl::Now() + absl::Microseconds(work->header.timeout_us());
+    auto job = std::make_shared<Job>();
+    Work& work = job->work;
+    const absl::Status status = DecodeWithTensor(bytes, "rows", &work.header, &work.rows);
+    const uint64_t round_id = work.header.round_id();
+    if (work.header.timeout_us() > 0) {
+      work.deadline = absl::Now() + absl::Microseconds(work.header.timeout_us());
     }
     if (!status.ok() && round_id == 0) {  // nobody could tell which slice the error belongs to
       absl::MutexLock lock(&mutex_);
@@ -107,12 +129,19 @@ class DispatchStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, gr
       MaybeFinish();
       return;
     }
-    if (status.ok() &&
-        !executor_->TryRun([self = shared_from_this(), work] { self->Run(*work); })) {
-      status = absl::ResourceExhaustedError(
-          absl::StrCat("the server's queue of ", executor_->max_queued(), " slices is full"));
+    if (!status.ok()) {
+      Send(round_id, Answer(round_id, status));
+    } else if (work.header.phase() == v1::PHASE_CANCEL) {
+      Cancel(round_id);
+    } else {
+      {
+        absl::MutexLock lock(&mutex_);
+        jobs_.emplace(round_id, job);
+      }
+      if (!executor_->TryRun([self = shared_from_this(), job] { self->Run(*job); })) {
+        Send(round_id, QueueFull(round_id, executor_->max_queued()));
+      }
     }
-    if (!status.ok()) Send(Answer(round_id, status));
     absl::MutexLock lock(&mutex_);
     StartRead(&incoming_);
   }
@@ -139,17 +168,33 @@ class DispatchStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, gr
 
  private:
   // Computes and answers one slice; on a thread of the executor.
-  void Run(const Work& work) {
-    absl::StatusOr<Tensor> rows = absl::CancelledError("the router is gone");
+  void Run(Job& job) {
+    const uint64_t round_id = job.work.header.round_id();
+    const auto stop = [this, &job] { return job.cancelled || Broken(); };
+    absl::StatusOr<Tensor> rows = absl::CancelledError("nobody waits for the slice any more");
     try {
-      if (!Broken()) {
-        rows = Compute(*store_, work, max_message_bytes_, [this] { return Broken(); });
-      }
-      Send(Answer(work.header.round_id(), rows));
+      if (Begin(job)) rows = Compute(*store_, job.work, max_message_bytes_, stop);
+      Send(round_id, Answer(round_id, rows));
     } catch (const std::bad_alloc&) {
-      Send(Answer(work.header.round_id(),
-                  absl::ResourceExhaustedError("the server is out of memory for this slice")));
+      Send(round_id, Answer(round_id, absl::ResourceExhaustedError(
+                                          "the server is out of memory for this slice")));
     }
+  }
+
+  // False if nobody waits for it any more.
+  bool Begin(Job& job) {
+    absl::MutexLock lock(&mutex_);
+    job.started = true;
+    return !job.cancelled && !broken_;
+  }
+
+  void Cancel(uint64_t round_id) {
+    absl::MutexLock lock(&mutex_);
+    --under_way_;  // the request itself, which gets no answer
+    const auto found = jobs_.find(round_id);
+    if (found == jobs_.end()) return;  // answered already
+    found->second->cancelled = true;
+    if (!found->second->started) found->second->work.rows = Tensor();  // it may wait for long yet
   }
 
   bool Broken() {
@@ -158,9 +203,10 @@ class DispatchStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, gr
   }
 
   // Answers one slice; on any thread.
-  void Send(grpc::ByteBuffer answer) {
+  void Send(uint64_t round_id, grpc::ByteBuffer answer) {
     absl::MutexLock lock(&mutex_);
     --under_way_;
+    jobs_.erase(round_id);
     if (!finished_) {
       outgoing_.push_back(std::move(answer));
       WriteNext();
@@ -193,7 +239,8 @@ class DispatchStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, gr
   std::shared_ptr<DispatchStream> self_ ABSL_GUARDED_BY(mutex_);  // until OnDone
   grpc::ByteBuffer incoming_ ABSL_GUARDED_BY(mutex_);
   std::deque<grpc::ByteBuffer> outgoing_ ABSL_GUARDED_BY(mutex_);  // the first is being written
-  int under_way_ ABSL_GUARDED_BY(mutex_) = 0;
+  int under_way_ ABSL_GUARDED_BY(mutex_) = 0;  // requests that have been read, without an answer
+  std::map<uint64_t, std::shared_ptr<Job>> jobs_ ABSL_GUARDED_BY(mutex_);  // the slices among them
   bool writing_ ABSL_GUARDED_BY(mutex_) = false;
   bool reads_done_ ABSL_GUARDED_BY(mutex_) = false;
   bool broken_ ABSL_GUARDED_BY(mutex_) = false;

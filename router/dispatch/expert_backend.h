@@ -19,8 +19,8 @@ struct ExpertSlice {
   std::vector<int32_t> expert_ids;
   std::vector<int64_t> m_sizes;
   std::vector<int32_t> gather;
-  Tensor rows;  // [R, D]
-  absl::Time deadline = absl::InfiniteFuture();
+  Tensor rows;                                   // [R, D]
+  absl::Time deadline = absl::InfiniteFuture();  // of the last caller who waits for it
 };
 
 // Thread-safe.
@@ -32,9 +32,13 @@ class ExpertBackend {
 
   virtual ~ExpertBackend() = default;
 
-  // Starts the computation of a slice. UNAVAILABLE when the server is gone, also while the slice is
-  // under way.
-  virtual void Dispatch(ExpertSlice slice, Done done) = 0;
+  // Starts the computation of a slice and returns its id. UNAVAILABLE when the server is gone, also
+  // while the slice is under way. Deadlines are the caller's to watch: it cancels what is late.
+  virtual uint64_t Dispatch(ExpertSlice slice, Done done) = 0;
+
+  // Nobody waits for the slice any more: it is dropped where it is and answered, with CANCELLED
+  // unless that has happened already. No effect for ids that have been answered.
+  virtual void Cancel(uint64_t id) = 0;
 };
 
 }  // namespace expertmesh

@@ -91,13 +91,12 @@ absl::StatusOr<RoundPlan> PlanRound(absl::Span<const int32_t> topk_ids, int32_t 
   return plan;
 }
 
-Tensor GatherRows(const TensorView& hidden_states, absl::Span<const int64_t> row_tokens) {
-  const int64_t hidden_size = hidden_states.shape[1];
-  Tensor rows(hidden_states.dtype, {static_cast<int64_t>(row_tokens.size()), hidden_size});
-  const size_t row_bytes = static_cast<size_t>(hidden_size * BytesOf(hidden_states.dtype));
-  const auto* source = static_cast<const std::byte*>(hidden_states.data);
+Tensor GatherRows(DType dtype, int64_t hidden_size, absl::Span<const std::byte* const> tokens,
+                  absl::Span<const int64_t> row_tokens) {
+  Tensor rows(dtype, {static_cast<int64_t>(row_tokens.size()), hidden_size});
+  const size_t row_bytes = static_cast<size_t>(hidden_size * BytesOf(dtype));
   for (size_t r = 0; r < row_tokens.size(); ++r) {
-    std::memcpy(rows.data() + r * row_bytes, source + row_tokens[r] * row_bytes, row_bytes);
+    std::memcpy(rows.data() + r * row_bytes, tokens[row_tokens[r]], row_bytes);
   }
   return rows;
 }

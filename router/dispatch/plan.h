@@ -2,6 +2,7 @@
 // computation.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -43,8 +44,10 @@ absl::StatusOr<RoundPlan> PlanRound(absl::Span<const int32_t> topk_ids, int32_t 
                                     absl::Span<const int32_t> server_of_expert,
                                     int64_t pad_multiple);
 
-// The rows of a slice, copied out of hidden_states [T, D].
-Tensor GatherRows(const TensorView& hidden_states, absl::Span<const int64_t> row_tokens);
+// The rows [R, D] of a slice, copied from where the round's tokens are: tokens[t] is the hidden
+// state of token t, D elements.
+Tensor GatherRows(DType dtype, int64_t hidden_size, absl::Span<const std::byte* const> tokens,
+                  absl::Span<const int64_t> row_tokens);
 
 // The combine of the bit contract: output[t] = round(sum over slots k of topk_weights[t, k] *
 // row(t, k)), as one chain of fused multiply-adds in fp32 in slot order, times routed_scale,

@@ -2,14 +2,16 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
+#include <string>
+#include <utility>
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "common/model/checkpoint.h"
-#include "common/tensor.h"
+#include "router/dispatch/batcher.h"
+#include "router/dispatch/forward_call.h"
 #include "router/gating/gate.h"
 #include "router/placement/membership.h"
 
@@ -21,54 +23,50 @@ struct RouterOptions {
   Isa isa = BestIsa();
   // A call for experts that no server has held yet waits for at most this long after the start.
   absl::Duration startup_grace = absl::Seconds(60);
-  // A round is cut into sub-rounds of tokens whose replies take at most this many bytes, so that
-  // memory is bounded whatever T is. At least one token goes into each.
-  int64_t subround_bytes = 8 << 20;
-  // Sub-rounds of a call under way at a time.
-  int max_subrounds_in_flight = 2;
+  BatchingOptions batching;
 };
 
-// One forward call.
-struct ForwardCall {
-  int32_t layer = 0;
-  TensorView hidden_states;  // [T, D]
-  int64_t first_row = 0;     // what row 0 is called in error texts
-  absl::Time deadline = absl::InfiniteFuture();
-  // True once the caller has given up; called from the thread that runs Forward.
-  std::function<bool()> cancelled = [] { return false; };
-};
-
-struct ForwardResult {
-  Routing routing;
-  Tensor output;  // [T, D] in the dtype of hidden_states
-};
-
-// Holds the gates of all layers and the membership. Thread-safe.
+// Holds the gates of all layers and the membership. Thread-safe; outlives every call.
 class Router {
  public:
-  // Reads the gates of all layers.
+  // Reads the gates of all layers. INVALID_ARGUMENT for options that cannot work.
   static absl::StatusOr<std::unique_ptr<Router>> Create(
       std::shared_ptr<const Checkpoint> checkpoint, const std::string& numerics,
       const RouterOptions& options);
 
-  // Blocks until the result is there, the deadline has passed while experts compute
-  // (DEADLINE_EXCEEDED; while servers are awaited it is UNAVAILABLE), the caller gave up
-  // (CANCELLED), or it cannot be computed: INVALID_ARGUMENT naming the field; UNAVAILABLE naming
-  // experts.
-  absl::StatusOr<ForwardResult> Forward(const ForwardCall& call) const;
+  // `done` gets the result, or why there is none: INVALID_ARGUMENT naming the field;
+  // DEADLINE_EXCEEDED; CANCELLED; UNAVAILABLE naming the experts, also when the deadline passes
+  // while servers are awaited.
+  //
+  // Blocks: while the gate computes and servers are awaited; and when it finds the layer idle, it
+  // goes on until that is so again, answering the calls that other threads bring meanwhile.
+  void Forward(ForwardCall call, ForwardDone done);
 
   const Checkpoint& checkpoint() const { return *checkpoint_; }
   // Shared, because streams to servers that are ending may outlive the router.
   const std::shared_ptr<Membership>& membership() const { return membership_; }
+  // The model has the layer.
+  const RoundCounters& counters(int32_t layer) const { return layers_.at(layer).counters; }
 
  private:
+  struct Layer {
+    Layer(const LayerDescription* d, Gate g) : description(d), gate(std::move(g)) {}
+    const LayerDescription* description;
+    Gate gate;
+    RoundCounters counters;
+    std::shared_ptr<Batcher> batcher;  // null where calls are not merged
+  };
+
   Router(std::shared_ptr<const Checkpoint> checkpoint, const std::string& numerics,
          const RouterOptions& options);
 
+  // What happens to a call before its rounds.
+  absl::Status Prepare(BatchedCall* call);
+
   const std::shared_ptr<const Checkpoint> checkpoint_;
-  const RouterOptions options_;
+  const BatchingOptions batching_;
   const std::shared_ptr<Membership> membership_;
-  std::map<int32_t, Gate> gates_;  // by layer
+  std::map<int32_t, Layer> layers_;
 };
 
 }  // namespace expertmesh

@@ -8,6 +8,23 @@
 #include "common/text.h"
 
 namespace expertmesh {
+
+std::vector<int32_t> LayerPlacement::Missing(absl::Span<const int32_t> experts) const {
+  std::vector<int32_t> missing;
+  for (const int32_t expert : experts) {
+    if (server_of_expert[expert] < 0) missing.push_back(expert);
+  }
+  std::sort(missing.begin(), missing.end());
+  missing.erase(std::unique(missing.begin(), missing.end()), missing.end());
+  return missing;
+}
+
+absl::Status NoServer(int32_t layer, absl::Span<const int32_t> experts, const std::string& why) {
+  return absl::UnavailableError(absl::StrCat("layer ", layer, ": no live server holds expert",
+                                             experts.size() == 1 ? " " : "s ", IdRanges(experts),
+                                             why));
+}
+
 Membership::Membership(const ModelDescription& model, std::string fingerprint, std::string numerics,
                        absl::Duration startup_grace)
     : model_(model),
@@ -104,22 +121,17 @@ absl::StatusOr<LayerPlacement> Membership::WaitFor(int32_t layer, absl::Span<con
   }
   absl::MutexLock lock(&mutex_);
   while (true) {
-    LayerPlacement placement = Place(*description);
-    std::vector<int32_t> missing;
-    bool may_come = true;
-    for (const int32_t expert : experts) {
-      if (placement.server_of_expert[expert] >= 0) continue;
-      missing.push_back(expert);
-      if (ever_served_.at(layer)[expert]) may_come = false;
-    }
+    LayerPlacement placement = PlaceLocked(*description);
+    const std::vector<int32_t> missing = placement.Missing(experts);
     if (missing.empty()) return placement;
+    const bool may_come = std::none_of(
+        missing.begin(), missing.end(),
+        [this, layer](int32_t expert)
+            ABSL_SHARED_LOCKS_REQUIRED(mutex_) -> bool { return ever_served_.at(layer)[expert]; });
     const absl::Time now = absl::Now();
     if (!may_come || now >= grace_end_ || now >= deadline) {
-      std::sort(missing.begin(), missing.end());
-      missing.erase(std::unique(missing.begin(), missing.end()), missing.end());
-      return absl::UnavailableError(absl::StrCat(
-          "layer ", layer, ": no live server holds expert", missing.size() == 1 ? " " : "s ",
-          IdRanges(missing), may_come ? " (none has registered since the router started)" : ""));
+      return NoServer(layer, missing,
+                      may_come ? " (none has registered since the router started)" : "");
     }
     if (cancelled()) return absl::CancelledError("the caller has given up");
     changed_.WaitWithDeadline(&mutex_, std::min({now + kCancelPoll, grace_end_, deadline}));
@@ -169,7 +181,7 @@ void Membership::Changed() {
 
 std::string Membership::MissingLocked() const {
   for (const LayerDescription& layer : model_.layers) {
-    const LayerPlacement placement = Place(layer);
+    const LayerPlacement placement = PlaceLocked(layer);
     std::vector<int32_t> missing;
     for (int32_t e = 0; e < layer.router.num_experts; ++e) {
       if (placement.server_of_expert[e] < 0) missing.push_back(e);
@@ -182,7 +194,12 @@ std::string Membership::MissingLocked() const {
   return "";
 }
 
-LayerPlacement Membership::Place(const LayerDescription& layer) const {
+LayerPlacement Membership::Place(int32_t layer) const {
+  absl::MutexLock lock(&mutex_);
+  return PlaceLocked(*model_.Find(layer));
+}
+
+LayerPlacement Membership::PlaceLocked(const LayerDescription& layer) const {
   LayerPlacement placement;
   placement.epoch = epoch_;
   placement.server_of_expert.assign(layer.router.num_experts, -1);

@@ -47,7 +47,14 @@ struct LayerPlacement {
   uint64_t epoch = 0;
   std::vector<int32_t> server_of_expert;  // [E], index into backends
   std::vector<std::shared_ptr<ExpertBackend>> backends;
+
+  // Those of `experts` that have no server, ascending.
+  std::vector<int32_t> Missing(absl::Span<const int32_t> experts) const;
 };
+
+// UNAVAILABLE naming experts that nobody holds; `why` follows.
+absl::Status NoServer(int32_t layer, absl::Span<const int32_t> experts,
+                      const std::string& why = "");
 
 // Thread-safe.
 class Membership {
@@ -80,6 +87,9 @@ class Membership {
                                          absl::Time deadline,
                                          const std::function<bool()>& cancelled) const;
 
+  // As it is now, with experts missing or not. The model has the layer.
+  LayerPlacement Place(int32_t layer) const;
+
   // Every server that registered since the start, by name.
   std::vector<ServerRecord> Servers() const;
   uint64_t epoch() const;
@@ -100,7 +110,8 @@ class Membership {
   Server* Find(uint64_t ticket) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Changed() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::string MissingLocked() const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
-  LayerPlacement Place(const LayerDescription& layer) const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  LayerPlacement PlaceLocked(const LayerDescription& layer) const
+      ABSL_SHARED_LOCKS_REQUIRED(mutex_);
 
   const ModelDescription model_;
   const std::string fingerprint_;

@@ -1,8 +1,10 @@
 #include "router/service/grpc_expert_backend.h"
 
+#include <algorithm>
 #include <deque>
 #include <limits>
 #include <map>
+#include <optional>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
@@ -74,30 +76,40 @@ class GrpcExpertBackend::Stream final
     StartCall();
   }
 
-  void Dispatch(ExpertSlice slice, Done done) {
+  uint64_t Dispatch(ExpertSlice slice, Done done) {
     absl::ReleasableMutexLock lock(&mutex_);
+    const uint64_t round_id = next_round_++;
     if (!ready_ || closing_ || ended_) {
       lock.Release();
       std::move(done)(absl::UnavailableError("the server is not connected"));
-      return;
+      return round_id;
     }
-    const uint64_t round_id = next_round_++;
-    // Slices whose callers gave up long ago, because the server is stuck, must not pile up.
-    const absl::Time now = absl::Now();
-    std::vector<Done> late;
-    for (auto it = pending_.begin(); it != pending_.end();) {
-      if (it->second.deadline < now) {
-        late.push_back(std::move(it->second.done));
-        it = pending_.erase(it);
-      } else {
-        ++it;
-      }
-    }
-    pending_.emplace(round_id, Pending{std::move(done), slice.deadline});
-    outgoing_.push_back(EncodeWithTensor(Header(slice, round_id), slice.rows));
+    pending_.emplace(round_id, std::move(done));
+    outgoing_.push_back({round_id, std::move(slice)});
     WriteNext();
-    lock.Release();
-    for (Done& one : late) std::move(one)(absl::DeadlineExceededError("no answer in time"));
+    return round_id;
+  }
+
+  void Cancel(uint64_t round_id) {
+    Done done;
+    {
+      absl::MutexLock lock(&mutex_);
+      const auto found = pending_.find(round_id);
+      if (found == pending_.end()) return;
+      done = std::move(found->second);
+      pending_.erase(found);
+      const auto unsent =
+          std::find_if(outgoing_.begin(), outgoing_.end(),
+                       [round_id](const Outgoing& one) { return one.round_id == round_id; });
+      if (unsent != outgoing_.end()) {
+        outgoing_.erase(unsent);
+      } else if (!ended_ && !half_closed_) {
+        outgoing_.push_front({round_id, std::nullopt});  // before what is still to be computed
+        WriteNext();
+      }
+      MaybeHalfClose();
+    }
+    std::move(done)(absl::CancelledError("nobody waits for the slice any more"));
   }
 
   void Close() {
@@ -143,7 +155,7 @@ class GrpcExpertBackend::Stream final
       if (header.round_id() == 0) connection_->context.TryCancel();
       const auto found = pending_.find(header.round_id());
       if (found != pending_.end()) {
-        done = std::move(found->second.done);
+        done = std::move(found->second);
         pending_.erase(found);
       }
       MaybeHalfClose();
@@ -152,6 +164,8 @@ class GrpcExpertBackend::Stream final
       if (!status.ok()) {
         std::move(done)(absl::InternalError(
             absl::StrCat("malformed reply of the server: ", std::string(status.message()))));
+      } else if (header.retry_after_ms() > 0) {
+        std::move(done)(RetryLater(header.message(), absl::Milliseconds(header.retry_after_ms())));
       } else if (header.code() != 0) {
         std::move(done)(
             absl::Status(static_cast<absl::StatusCode>(header.code()), header.message()));
@@ -166,7 +180,7 @@ class GrpcExpertBackend::Stream final
   void OnWriteDone(bool ok) override {
     absl::MutexLock lock(&mutex_);
     writing_ = false;
-    outgoing_.pop_front();
+    written_.Clear();
     if (!ok) {
       ended_ = true;
       outgoing_.clear();
@@ -178,7 +192,7 @@ class GrpcExpertBackend::Stream final
 
   void OnDone(const grpc::Status& status) override {
     std::shared_ptr<Stream> self;  // until the end of this function
-    std::map<uint64_t, Pending> pending;
+    std::map<uint64_t, Done> pending;
     {
       absl::MutexLock lock(&mutex_);
       self = std::move(self_);
@@ -191,14 +205,15 @@ class GrpcExpertBackend::Stream final
       absl::MutexLock lock(&mutex_);
       if (!refused_.ok()) reason = refused_;
     }
-    for (auto& [round_id, one] : pending) std::move(one.done)(reason);
+    for (auto& [round_id, done] : pending) std::move(done)(reason);
     events_.on_gone(reason);
   }
 
  private:
-  struct Pending {
-    Done done;
-    absl::Time deadline;
+  // A slice, or word that nobody waits for it any more.
+  struct Outgoing {
+    uint64_t round_id;
+    std::optional<ExpertSlice> slice;
   };
 
   // The process at the address must be the one that registered it.
@@ -220,7 +235,17 @@ class GrpcExpertBackend::Stream final
   void WriteNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (writing_ || ended_ || outgoing_.empty()) return;
     writing_ = true;
-    StartWrite(&outgoing_.front());
+    const Outgoing next = std::move(outgoing_.front());
+    outgoing_.pop_front();
+    if (next.slice) {
+      written_ = EncodeWithTensor(Header(*next.slice, next.round_id), next.slice->rows);
+    } else {
+      v1::DispatchRequest cancel;
+      cancel.set_round_id(next.round_id);
+      cancel.set_phase(v1::PHASE_CANCEL);
+      written_ = Encode(cancel);
+    }
+    StartWrite(&written_);
   }
 
   void MaybeHalfClose() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
@@ -245,8 +270,9 @@ class GrpcExpertBackend::Stream final
   absl::Mutex mutex_;
   std::shared_ptr<Stream> self_ ABSL_GUARDED_BY(mutex_);  // until OnDone
   grpc::ByteBuffer incoming_ ABSL_GUARDED_BY(mutex_);
-  std::deque<grpc::ByteBuffer> outgoing_ ABSL_GUARDED_BY(mutex_);  // the first is being written
-  std::map<uint64_t, Pending> pending_ ABSL_GUARDED_BY(mutex_);
+  grpc::ByteBuffer written_ ABSL_GUARDED_BY(mutex_);  // while it is
+  std::deque<Outgoing> outgoing_ ABSL_GUARDED_BY(mutex_);
+  std::map<uint64_t, Done> pending_ ABSL_GUARDED_BY(mutex_);  // slices without an answer
   uint64_t next_round_ ABSL_GUARDED_BY(mutex_) = 1;
   absl::Status refused_ ABSL_GUARDED_BY(mutex_);  // why the server is not the expected one
   bool ready_ ABSL_GUARDED_BY(mutex_) = false;
@@ -269,9 +295,11 @@ absl::StatusOr<std::shared_ptr<GrpcExpertBackend>> GrpcExpertBackend::Connect(
 
 GrpcExpertBackend::~GrpcExpertBackend() { stream_->Close(); }
 
-void GrpcExpertBackend::Dispatch(ExpertSlice slice, Done done) {
-  stream_->Dispatch(std::move(slice), std::move(done));
+uint64_t GrpcExpertBackend::Dispatch(ExpertSlice slice, Done done) {
+  return stream_->Dispatch(std::move(slice), std::move(done));
 }
+
+void GrpcExpertBackend::Cancel(uint64_t id) { stream_->Cancel(id); }
 
 void GrpcExpertBackend::Close() { stream_->Close(); }
 

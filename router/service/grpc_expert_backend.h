@@ -31,7 +31,9 @@ class GrpcExpertBackend : public ExpertBackend {
                                                                     Events events);
   ~GrpcExpertBackend() override;
 
-  void Dispatch(ExpertSlice slice, Done done) override;
+  // Slices wait here while the server does not read, until they are cancelled.
+  uint64_t Dispatch(ExpertSlice slice, Done done) override;
+  void Cancel(uint64_t id) override;
 
   // Takes no more slices, lets those under way finish, then ends the stream. Idempotent; does not
   // block.

@@ -1,10 +1,13 @@
 #include "router/service/moe_service.h"
 
 #include <atomic>
+#include <functional>
+#include <memory>
 #include <string>
 #include <utility>
 
-#include "absl/functional/any_invocable.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "common/rpc/process.h"
 #include "common/rpc/status.h"
 #include "common/rpc/tensor_codec.h"
@@ -31,53 +34,95 @@ absl::Status CheckSupported(const v1::ForwardRequest& request) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<grpc::ByteBuffer> RunForward(const Router& router, const grpc::ByteBuffer& bytes,
-                                            absl::Time deadline,
-                                            const std::function<bool()>& cancelled) {
-  v1::ForwardRequest request;
-  Tensor hidden_states;
-  RETURN_IF_ERROR(DecodeWithTensor(bytes, "hidden_states", &request, &hidden_states));
-  RETURN_IF_ERROR(CheckSupported(request));
+// How long it takes until requests have left a full router, give or take.
+constexpr absl::Duration kRetryAfter = absl::Milliseconds(100);
+
+absl::StatusOr<ForwardCall> Decode(const Router& router, const grpc::ByteBuffer& bytes,
+                                   v1::ForwardRequest* request) {
+  ForwardCall call;
+  RETURN_IF_ERROR(DecodeWithTensor(bytes, "hidden_states", request, &call.hidden_states));
+  RETURN_IF_ERROR(CheckSupported(*request));
   const std::string& fingerprint = router.checkpoint().fingerprint();
-  if (!request.model_fingerprint().empty() && request.model_fingerprint() != fingerprint) {
+  if (!request->model_fingerprint().empty() && request->model_fingerprint() != fingerprint) {
     return absl::FailedPreconditionError(absl::StrCat("model_fingerprint: expected ", fingerprint,
-                                                      ", got ", request.model_fingerprint()));
+                                                      ", got ", request->model_fingerprint()));
   }
   if (const uint64_t epoch = router.membership()->epoch();
-      request.placement_epoch() != 0 && request.placement_epoch() != epoch) {
+      request->placement_epoch() != 0 && request->placement_epoch() != epoch) {
     return absl::FailedPreconditionError(
-        absl::StrCat("placement_epoch: expected ", epoch, ", got ", request.placement_epoch()));
+        absl::StrCat("placement_epoch: expected ", epoch, ", got ", request->placement_epoch()));
   }
-  ForwardCall call;
-  call.layer = request.layer();
-  call.hidden_states = hidden_states;
-  call.first_row = request.first_row();
-  call.deadline = deadline;
-  call.cancelled = cancelled;
-  ASSIGN_OR_RETURN(const ForwardResult result, router.Forward(call));
+  call.layer = request->layer();
+  call.first_row = request->first_row();
+  return call;
+}
+
+grpc::ByteBuffer EncodeResult(const ForwardResult& result, bool with_logits) {
   v1::ForwardResponse response;
   ToProto(result.routing.topk_ids, response.mutable_topk_ids());
   ToProto(result.routing.topk_weights, response.mutable_topk_weights());
-  if (request.return_router_logits()) {
-    ToProto(result.routing.logits, response.mutable_router_logits());
-  }
+  if (with_logits) ToProto(result.routing.logits, response.mutable_router_logits());
   return EncodeWithTensor(response, result.output);
 }
 
-// One call. The executor's task and gRPC each hold it until they are done with it.
+// One call that was let in. Shared by gRPC (until OnDone) and the router (until its answer).
 class ForwardReactor final : public grpc::ServerUnaryReactor {
  public:
-  explicit ForwardReactor(absl::AnyInvocable<void()> on_done) : on_done_(std::move(on_done)) {}
+  // `on_done` gets the bytes of request and answer.
+  ForwardReactor(grpc::CallbackServerContext* context, const grpc::ByteBuffer* request,
+                 grpc::ByteBuffer* response, std::function<void(int64_t bytes)> charge,
+                 std::function<void(int64_t bytes)> on_done)
+      : context_(context),
+        request_(request),
+        response_(response),
+        charge_(std::move(charge)),
+        on_done_(std::move(on_done)),
+        bytes_(static_cast<int64_t>(request->Length())) {}
   void Keep(std::shared_ptr<ForwardReactor> self) { self_ = std::move(self); }
+
+  // Decodes, forwards, answers. May block.
+  static void Run(const std::shared_ptr<ForwardReactor>& self, Router* router) {
+    if (self->cancelled_) return self->Answer(absl::CancelledError("the caller has given up"));
+    v1::ForwardRequest request;
+    absl::StatusOr<ForwardCall> call = Decode(*router, *self->request_, &request);
+    if (!call.ok()) return self->Answer(call.status());
+    call->deadline = self->deadline();
+    call->cancelled = [self] { return self->cancelled_.load(); };
+    router->Forward(*std::move(call), [self, with_logits = request.return_router_logits()](
+                                          absl::StatusOr<ForwardResult> result) {
+      if (!result.ok()) return self->Answer(result.status());
+      self->Answer(EncodeResult(*result, with_logits));
+    });
+  }
+
   void OnCancel() override { cancelled_ = true; }
   void OnDone() override {
-    std::move(on_done_)();
+    on_done_(bytes_);
     self_.reset();
   }
-  bool cancelled() const { return cancelled_; }
 
  private:
-  absl::AnyInvocable<void()> on_done_;
+  absl::Time deadline() const { return absl::FromChrono(context_->deadline()); }
+
+  void Answer(absl::StatusOr<grpc::ByteBuffer> result) {
+    if (result.ok()) {
+      const int64_t bytes = static_cast<int64_t>(result->Length());
+      charge_(bytes);
+      bytes_ += bytes;
+      *response_ = *std::move(result);
+    }
+    if (absl::IsUnavailable(result.status()) && deadline() - absl::Now() < kNoTimeToRetry) {
+      context_->AddTrailingMetadata(kRetryPushbackKey, "-1");
+    }
+    Finish(ToGrpcStatus(result.status()));
+  }
+
+  grpc::CallbackServerContext* const context_;
+  const grpc::ByteBuffer* const request_;
+  grpc::ByteBuffer* const response_;
+  const std::function<void(int64_t)> charge_;
+  const std::function<void(int64_t)> on_done_;
+  int64_t bytes_;
   std::atomic<bool> cancelled_ = false;
   std::shared_ptr<ForwardReactor> self_;
 };
@@ -102,51 +147,43 @@ v1::ServerInfo::State ToProto(ServerState state) {
 
 }  // namespace
 
+absl::Status MoeServiceImpl::Admit(int64_t bytes) {
+  absl::MutexLock lock(&mutex_);
+  if (draining_) return absl::UnavailableError("the router is stopping");
+  if (under_way_ >= limits_.requests) {
+    return RetryLater(absl::StrCat(limits_.requests, " requests are under way in the router"),
+                      kRetryAfter);
+  }
+  if (bytes_ > limits_.bytes) {
+    return RetryLater(
+        absl::StrCat("requests of more than ", limits_.bytes, " bytes are under way in the router"),
+        kRetryAfter);
+  }
+  ++under_way_;
+  bytes_ += bytes;
+  return absl::OkStatus();
+}
+
+void MoeServiceImpl::Release(int64_t requests, int64_t bytes) {
+  absl::MutexLock lock(&mutex_);
+  under_way_ -= requests;
+  bytes_ -= bytes;
+}
+
 grpc::ServerUnaryReactor* MoeServiceImpl::Forward(grpc::CallbackServerContext* context,
                                                   const grpc::ByteBuffer* request,
                                                   grpc::ByteBuffer* response) {
-  const int64_t bytes = static_cast<int64_t>(request->Length());
-  auto reactor = std::make_shared<ForwardReactor>([this, bytes] {
-    absl::MutexLock lock(&mutex_);
-    --under_way_;
-    bytes_ -= bytes;
-  });
+  if (const absl::Status status = Admit(static_cast<int64_t>(request->Length())); !status.ok()) {
+    grpc::ServerUnaryReactor* refusal = context->DefaultReactor();
+    refusal->Finish(ToGrpcStatus(status));
+    return refusal;
+  }
+  auto reactor = std::make_shared<ForwardReactor>(
+      context, request, response, [this](int64_t bytes) { Release(0, -bytes); },
+      [this](int64_t bytes) { Release(1, bytes); });
   reactor->Keep(reactor);
-  bool draining, full;
-  {
-    absl::MutexLock lock(&mutex_);
-    full = bytes_ > max_queued_bytes_;
-    ++under_way_;
-    bytes_ += bytes;
-    draining = draining_;
-  }
-  if (draining) {
-    reactor->Finish(grpc::Status(grpc::StatusCode::UNAVAILABLE, "the router is stopping"));
-    return reactor.get();
-  }
-  if (full) {
-    reactor->Finish(grpc::Status(grpc::StatusCode::RESOURCE_EXHAUSTED,
-                                 absl::StrCat("requests of more than ", max_queued_bytes_,
-                                              " bytes are under way in the router; retry later")));
-    return reactor.get();
-  }
-  const absl::Time deadline = absl::FromChrono(context->deadline());
-  const bool queued = executor_->TryRun([this, reactor, context, deadline, request, response] {
-    absl::StatusOr<grpc::ByteBuffer> result =
-        reactor->cancelled()
-            ? absl::CancelledError("the caller has given up")
-            : RunForward(*router_, *request, deadline, [&reactor] { return reactor->cancelled(); });
-    if (result.ok()) *response = *std::move(result);
-    if (absl::IsUnavailable(result.status()) && deadline - absl::Now() < kNoTimeToRetry) {
-      context->AddTrailingMetadata(kRetryPushbackKey, "-1");
-    }
-    reactor->Finish(ToGrpcStatus(result.status()));
-  });
-  if (!queued) {
-    reactor->Finish(grpc::Status(grpc::StatusCode::RESOURCE_EXHAUSTED,
-                                 absl::StrCat("the router's queue of ", executor_->max_queued(),
-                                              " requests is full; retry later")));
-  }
+  const bool queued = executor_->TryRun([this, reactor] { ForwardReactor::Run(reactor, router_); });
+  (void)queued;  // there is room for every request that is let in
   return reactor.get();
 }
 
@@ -187,6 +224,14 @@ grpc::ServerUnaryReactor* MoeServiceImpl::GetCluster(grpc::CallbackServerContext
   response->set_missing(membership.Missing());
   response->set_serving(response->missing().empty());
   response->set_version(kVersion);
+  for (const LayerDescription& layer : router_->checkpoint().model().layers) {
+    const RoundCounters& counters = router_->counters(layer.layer);
+    v1::LayerRounds* rounds = response->add_layers();
+    rounds->set_layer(layer.layer);
+    rounds->set_rounds(counters.rounds);
+    rounds->set_requests(counters.requests);
+    rounds->set_tokens(counters.tokens);
+  }
   for (const ServerRecord& record : membership.Servers()) {
     v1::ServerInfo* info = response->add_servers();
     info->set_name(record.registration.name);

@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "common/rpc/executor.h"
@@ -13,6 +14,15 @@
 
 namespace expertmesh {
 
+// What the requests under way may take; more are refused with RESOURCE_EXHAUSTED and a hint when
+// to try again.
+struct AdmissionLimits {
+  // Requests that have not been answered to the last byte.
+  int64_t requests = 1024;
+  // Bytes of these requests and of their answers; one more is always let in.
+  int64_t bytes = int64_t{2} << 30;
+};
+
 // Forward runs on the executor, whose threads may block; the two others answer at once.
 // Thread-safe.
 class MoeServiceImpl final
@@ -20,9 +30,9 @@ class MoeServiceImpl final
           v1::MoeService::WithCallbackMethod_GetModel<
               v1::MoeService::WithCallbackMethod_GetCluster<v1::MoeService::Service>>> {
  public:
-  // Both outlive the service and every call.
-  MoeServiceImpl(const Router* router, Executor* executor, int64_t max_queued_bytes)
-      : router_(router), executor_(executor), max_queued_bytes_(max_queued_bytes) {}
+  // Both outlive the service and every call. The executor has room for limits.requests.
+  MoeServiceImpl(Router* router, Executor* executor, const AdmissionLimits& limits)
+      : router_(router), executor_(executor), limits_(limits) {}
 
   grpc::ServerUnaryReactor* Forward(grpc::CallbackServerContext* context,
                                     const grpc::ByteBuffer* request,
@@ -39,12 +49,16 @@ class MoeServiceImpl final
   void Drain(absl::Time deadline);
 
  private:
-  const Router* const router_;
+  // OK if one more request may come in, which is counted then.
+  absl::Status Admit(int64_t bytes);
+  void Release(int64_t requests, int64_t bytes);
+
+  Router* const router_;
   Executor* const executor_;
-  const int64_t max_queued_bytes_;
+  const AdmissionLimits limits_;
   absl::Mutex mutex_;
   int64_t under_way_ ABSL_GUARDED_BY(mutex_) = 0;
-  int64_t bytes_ ABSL_GUARDED_BY(mutex_) = 0;  // of the requests under way
+  int64_t bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   bool draining_ ABSL_GUARDED_BY(mutex_) = false;
 };
 

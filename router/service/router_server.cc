@@ -3,6 +3,7 @@
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "common/rpc/process.h"
@@ -19,8 +20,8 @@ constexpr absl::Duration kFlush = absl::Milliseconds(100);  // for answers that 
 
 RouterServer::RouterServer(std::unique_ptr<Router> router, const RouterServerOptions& options)
     : router_(std::move(router)),
-      executor_("forward", options.threads, options.max_queued),
-      moe_service_(router_.get(), &executor_, options.max_queued_bytes),
+      executor_("forward", options.threads, std::numeric_limits<size_t>::max()),
+      moe_service_(router_.get(), &executor_, options.limits),
       cluster_service_(router_->membership(), options.channel) {}
 
 absl::StatusOr<std::unique_ptr<RouterServer>> RouterServer::Start(
@@ -28,8 +29,8 @@ absl::StatusOr<std::unique_ptr<RouterServer>> RouterServer::Start(
   // What goes to and comes from a server has to fit in a message too; half of one leaves room for
   // the indices.
   RouterOptions router_options = options.router;
-  router_options.subround_bytes =
-      std::min<int64_t>(router_options.subround_bytes, options.channel.max_message_bytes / 2);
+  int64_t& max_reply_bytes = router_options.batching.max_reply_bytes;
+  max_reply_bytes = std::min<int64_t>(max_reply_bytes, options.channel.max_message_bytes / 2);
   ASSIGN_OR_RETURN(std::unique_ptr<Router> router,
                    Router::Create(std::move(checkpoint), kNumerics, router_options));
   std::unique_ptr<RouterServer> server(new RouterServer(std::move(router), options));

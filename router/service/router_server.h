@@ -16,9 +16,10 @@ namespace expertmesh {
 
 struct RouterServerOptions {
   std::string listen = "127.0.0.1:7070";  // port 0: chosen by the kernel
-  int threads = 256;         // requests under way at a time; they mostly wait for the servers
-  size_t max_queued = 1024;  // requests that wait for a thread
-  int64_t max_queued_bytes = int64_t{2} << 30;  // of all these requests; one more is always let in
+  // One for each call whose gate is computed or that waits for servers to come, and for each layer
+  // that works.
+  int threads = 256;
+  AdmissionLimits limits;
   ChannelOptions channel;
   RouterOptions router;
 };

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/synchronization/notification.h"
 #include "client/cpp/client.h"
 #include "client/cpp/local_cluster.h"
 #include "common/rpc/channel.h"
@@ -38,12 +39,13 @@ std::string ModelDir(const std::string& name) {
 class Cluster {
  public:
   explicit Cluster(const std::string& model_dir, absl::Duration startup_grace = absl::Seconds(30),
-                   const ChannelOptions& channel = {})
+                   const ChannelOptions& channel = {}, const BatchingOptions& batching = {})
       : checkpoint_(Checkpoint::Open(model_dir).value()), channel_(channel) {
     RouterServerOptions options;
     options.channel = channel_;
     options.listen = "127.0.0.1:0";
     options.router.startup_grace = startup_grace;
+    options.router.batching = batching;
     router_ = RouterServer::Start(checkpoint_, options).value();
   }
 
@@ -52,8 +54,10 @@ class Cluster {
     router_->Shutdown(absl::Seconds(5));
   }
 
-  void AddServer(int32_t shard, int32_t num_shards, int threads = 1) {
+  void AddServer(int32_t shard, int32_t num_shards, int threads = 1,
+                 const ExpertsFactory& experts = nullptr) {
     ExpertServerOptions options;
+    options.experts = experts;
     options.channel = channel_;
     options.listen = "127.0.0.1:0";
     options.router = router_->address();
@@ -175,23 +179,186 @@ class ClusterTest : public testing::Test {
 };
 
 TEST_F(ClusterTest, ConcurrentClientsGetTheBitsOfALoneOne) {
-  Cluster cluster(dir_);
-  for (int i = 0; i < 3; ++i) cluster.AddServer(i, 3, /*threads=*/2);
-  const int64_t hidden_size = cluster.model().layers[0].experts.hidden_size;
-  const int32_t layer = cluster.model().layers[0].layer;
-  const auto local = LocalCluster::Start(dir_, {.engine = {.kind = EngineKind::kForLoop}}).value();
-  const auto client = cluster.NewClient();
-  std::vector<std::thread> threads;
-  for (int c = 0; c < 8; ++c) {
-    threads.emplace_back([&, c] {
-      for (int i = 0; i < 20; ++i) {
-        const Tensor rows = RandomRows(c % 2 ? DType::kF32 : DType::kBF16, 1 + (c * 7 + i) % 23,
-                                       hidden_size, c * 100 + i);
-        ExpectSame(local->Forward(layer, rows).value(), 0, client->Forward(layer, rows));
+  const auto local = LocalCluster::Start(dir_, {.engine = {.kind = EngineKind::kForLoop}});
+  for (const BatchingOptions& batching :
+       {BatchingOptions{}, BatchingOptions{.rounds_per_layer = 0},
+        BatchingOptions{.wait = absl::Milliseconds(1), .max_tokens = 16}}) {
+    Cluster cluster(dir_, absl::Seconds(30), {.max_message_bytes = 64 << 10}, batching);
+    for (int i = 0; i < 3; ++i) cluster.AddServer(i, 3, /*threads=*/2);
+    const int64_t hidden_size = cluster.model().layers[0].experts.hidden_size;
+    const int32_t layer = cluster.model().layers[0].layer;
+    std::vector<std::thread> threads;
+    for (int c = 0; c < 8; ++c) {
+      threads.emplace_back([&, c] {
+        const auto client = cluster.NewClient({.max_message_bytes = 64 << 10});
+        for (int i = 0; i < 10; ++i) {
+          // Now and then one that the client splits.
+          const int64_t tokens = (c + i) % 9 == 0 ? 900 : 1 + (c * 7 + i) % 23;
+          const Tensor rows =
+              RandomRows(c % 2 ? DType::kF32 : DType::kBF16, tokens, hidden_size, c * 100 + i);
+          ExpectSame((*local)->Forward(layer, rows).value(), 0, client->Forward(layer, rows));
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    const v1::LayerRounds rounds = cluster.NewClient()->GetCluster()->layers(0);
+    EXPECT_EQ(rounds.layer(), layer);
+    EXPECT_GE(rounds.requests(), 80u);
+    if (batching.rounds_per_layer == 0) {
+      EXPECT_EQ(rounds.rounds(), rounds.requests());
+    }
+  }
+}
+
+// Experts that compute until they are stopped, unless `Pass` has been called.
+class StuckEngine {
+ public:
+  ExpertsFactory factory() {
+    return [this](const ExpertDescriptor& descriptor,
+                  std::vector<ExpertWeights> weights) -> absl::StatusOr<std::unique_ptr<Experts>> {
+      ASSIGN_OR_RETURN(std::unique_ptr<Experts> experts,
+                       MakeForLoopExperts(descriptor, std::move(weights)));
+      return std::make_unique<Layer>(this, std::move(experts));
+    };
+  }
+  void Pass(bool pass) { pass_ = pass; }
+  int started() const { return started_; }
+  int stopped() const { return stopped_; }
+
+ private:
+  class Layer final : public Experts {
+   public:
+    Layer(StuckEngine* engine, std::unique_ptr<Experts> experts)
+        : engine_(engine), experts_(std::move(experts)) {}
+    absl::Status Prepare() override { return experts_->Prepare(); }
+    absl::Status Forward(const ExpertBatch& batch, void* output) const override {
+      ++engine_->started_;
+      while (!engine_->pass_) {
+        if (batch.stop()) {
+          ++engine_->stopped_;
+          return absl::CancelledError("stopped");
+        }
+        absl::SleepFor(absl::Milliseconds(1));
       }
+      return experts_->Forward(batch, output);
+    }
+
+   private:
+    StuckEngine* const engine_;
+    const std::unique_ptr<Experts> experts_;
+  };
+
+  std::atomic<bool> pass_ = false;
+  std::atomic<int> started_ = 0;
+  std::atomic<int> stopped_ = 0;
+};
+
+// A call that can be cancelled, with the generated stub.
+class RawCall {
+ public:
+  RawCall(v1::MoeService::Stub* stub, int32_t layer, const Tensor& rows) {
+    request_.set_layer(layer);
+    ToProto(rows, request_.mutable_hidden_states());
+    stub->async()->Forward(&context_, &request_, &response_, [this](grpc::Status status) {
+      status_ = std::move(status);
+      done_.Notify();
     });
   }
-  for (std::thread& thread : threads) thread.join();
+  ~RawCall() { done_.WaitForNotification(); }
+  void Cancel() { context_.TryCancel(); }
+  const grpc::Status& status() {
+    done_.WaitForNotification();
+    return status_;
+  }
+  const v1::ForwardResponse& response() const { return response_; }
+
+ private:
+  v1::ForwardRequest request_;
+  v1::ForwardResponse response_;
+  grpc::ClientContext context_;
+  grpc::Status status_;
+  absl::Notification done_;
+};
+
+void WaitUntil(const char* what, const std::function<bool()>& condition) {
+  for (int i = 0; i < 3000; ++i) {
+    if (condition()) return;
+    absl::SleepFor(absl::Milliseconds(10));
+  }
+  FAIL() << "in vain for: " << what;
+}
+
+TEST_F(ClusterTest, ServersStopWhenNobodyIsLeftInARound) {
+  StuckEngine engine;
+  Cluster cluster(dir_, absl::Seconds(30), {}, {.patience = absl::Minutes(10)});
+  cluster.AddServer(0, 1, 1, engine.factory());
+  cluster.WaitUntilServing(true);
+  const LayerDescription& layer = cluster.model().layers[0];
+  const Tensor rows = RandomRows(DType::kF32, 4, layer.experts.hidden_size, 2);
+  const MoeOutput expected = LocalCluster::Start(dir_).value()->Forward(layer.layer, rows).value();
+  const auto stub = v1::MoeService::NewStub(MakeChannel(cluster.address()).value());
+  RawCall first(stub.get(), layer.layer, rows);
+  WaitUntil("the first round", [&] { return engine.started() == 1; });
+  RawCall leaves(stub.get(), layer.layer, rows);
+  RawCall stays(stub.get(), layer.layer, rows);
+  absl::SleepFor(absl::Milliseconds(200));
+  EXPECT_EQ(engine.stopped(), 0);
+
+  first.Cancel();
+  EXPECT_EQ(first.status().error_code(), grpc::StatusCode::CANCELLED);
+  WaitUntil("the server to stop", [&] { return engine.stopped() == 1; });
+  WaitUntil("the merged round", [&] { return engine.started() == 2; });
+  leaves.Cancel();
+  EXPECT_EQ(leaves.status().error_code(), grpc::StatusCode::CANCELLED);
+  absl::SleepFor(absl::Milliseconds(200));
+  EXPECT_EQ(engine.stopped(), 1);  // somebody is left
+  engine.Pass(true);
+  ASSERT_TRUE(stays.status().ok()) << stays.status().error_message();
+  ExpectRows(expected.output, 0, FromProto(stays.response().output(), "output").value());
+}
+
+TEST_F(ClusterTest, QueuedSlicesThatNobodyWaitsForAreDropped) {
+  StuckEngine engine;
+  Cluster cluster(dir_, absl::Seconds(30), {}, {.rounds_per_layer = 0});
+  cluster.AddServer(0, 1, 1, engine.factory());
+  cluster.WaitUntilServing(true);
+  const LayerDescription& layer = cluster.model().layers[0];
+  const Tensor rows = RandomRows(DType::kF32, 4, layer.experts.hidden_size, 2);
+  const auto stub = v1::MoeService::NewStub(MakeChannel(cluster.address()).value());
+  RawCall first(stub.get(), layer.layer, rows);
+  WaitUntil("the first slice", [&] { return engine.started() == 1; });
+  {
+    std::vector<std::unique_ptr<RawCall>> queued;
+    for (int i = 0; i < 10; ++i) {
+      queued.push_back(std::make_unique<RawCall>(stub.get(), layer.layer, rows));
+    }
+    absl::SleepFor(absl::Milliseconds(300));  // they are at the server
+    for (const auto& call : queued) call->Cancel();
+  }
+  absl::SleepFor(absl::Milliseconds(300));
+  EXPECT_EQ(engine.stopped(), 0);
+  engine.Pass(true);
+  EXPECT_TRUE(first.status().ok()) << first.status().error_message();
+  RawCall last(stub.get(), layer.layer, rows);
+  EXPECT_TRUE(last.status().ok()) << last.status().error_message();
+  EXPECT_EQ(engine.started(), 2);  // the first and the last
+}
+
+TEST_F(ClusterTest, TheCallersDeadlineReachesTheServer) {
+  StuckEngine engine;
+  Cluster cluster(dir_);
+  cluster.AddServer(0, 1, 1, engine.factory());
+  cluster.WaitUntilServing(true);
+  const LayerDescription& layer = cluster.model().layers[0];
+  const Tensor rows = RandomRows(DType::kF32, 4, layer.experts.hidden_size, 2);
+  const auto client = cluster.NewClient({.timeout = absl::Milliseconds(300)});
+  const absl::Time start = absl::Now();
+  EXPECT_EQ(client->Forward(layer.layer, rows).status().code(),
+            absl::StatusCode::kDeadlineExceeded);
+  EXPECT_LT(absl::Now() - start, absl::Seconds(5));
+  WaitUntil("the server to stop", [&] { return engine.stopped() == 1; });
+  engine.Pass(true);
+  EXPECT_TRUE(cluster.NewClient()->Forward(layer.layer, rows).ok());
 }
 
 TEST_F(ClusterTest, NoTokens) {

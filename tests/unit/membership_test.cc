@@ -59,7 +59,11 @@ class NoBackend : public ExpertBackend {
  public:
   explicit NoBackend(std::function<void()> destroyed = [] {}) : destroyed_(std::move(destroyed)) {}
   ~NoBackend() override { destroyed_(); }
-  void Dispatch(ExpertSlice, Done) override { FAIL(); }
+  uint64_t Dispatch(ExpertSlice, Done) override {
+    ADD_FAILURE();
+    return 0;
+  }
+  void Cancel(uint64_t) override { FAIL(); }
 
  private:
   const std::function<void()> destroyed_;

@@ -173,7 +173,11 @@ TEST(GatherRows, CopiesTheRowsAsked) {
     for (int64_t i = 0; i < 12; ++i) {
       StoreFloat(dtype, hidden_states.data(), i, static_cast<float>(i));
     }
-    const Tensor rows = GatherRows(hidden_states, std::vector<int64_t>{0, 2, 3});
+    std::vector<const std::byte*> tokens;
+    for (int64_t t = 0; t < 4; ++t) {
+      tokens.push_back(hidden_states.data() + t * 3 * BytesOf(dtype));
+    }
+    const Tensor rows = GatherRows(dtype, 3, tokens, std::vector<int64_t>{0, 2, 3});
     EXPECT_EQ(rows.dtype(), dtype);
     ASSERT_THAT(rows.shape(), ElementsAre(3, 3));
     std::vector<float> values(9);

@@ -1,38 +1,24 @@
-// The router over a small model, with servers that are calls into the engine: a whole forward
-// against a restatement of the bit contract, whatever the cluster and the batching, and what goes
-// wrong.
+// The router over a small model: a whole forward against a restatement of the bit contract,
+// whatever the cluster, and what goes wrong.
 #include "router/dispatch/router.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <unistd.h>
-#include <xmmintrin.h>
 
-#include <algorithm>
 #include <atomic>
-#include <cmath>
-#include <cstring>
-#include <filesystem>
-#include <fstream>
 #include <functional>
 #include <limits>
-#include <map>
 #include <memory>
-#include <random>
 #include <set>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/synchronization/mutex.h"
-#include "common/numerics/math.h"
-#include "common/safetensors/safetensors.h"
 #include "common/text.h"
-#include "expert_server/engine/expert_store.h"
-#include "nlohmann/json.hpp"
-#include "tests/random_tensor.h"
+#include "tests/unit/router_cluster.h"
 
 namespace expertmesh {
 namespace {
@@ -40,284 +26,6 @@ namespace {
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-
-constexpr int64_t kHidden = 20;       // D
-constexpr int64_t kIntermediate = 6;  // F
-constexpr int32_t kExperts = 12;      // E
-constexpr int32_t kTopK = 3;          // K
-constexpr int32_t kLayers = 2;
-constexpr int32_t kLayer = 1;  // the one that is called
-constexpr char kNumerics[] = "numerics-1";
-
-// Writes a model folder with random weights, opens it, and removes it again.
-std::shared_ptr<const Checkpoint> MakeModel(DType weights) {
-  const std::filesystem::path folder =
-      std::filesystem::temp_directory_path() / absl::StrCat("router_test.", getpid());
-  std::filesystem::create_directories(folder);
-  const nlohmann::json config = {{"model_type", "olmoe"},   {"num_hidden_layers", kLayers},
-                                 {"hidden_size", kHidden},  {"intermediate_size", kIntermediate},
-                                 {"num_experts", kExperts}, {"num_experts_per_tok", kTopK},
-                                 {"hidden_act", "silu"}};
-  std::ofstream(folder / "config.json") << config;
-  std::mt19937 rng(5);
-  std::map<std::string, Tensor> tensors;
-  for (int32_t layer = 0; layer < kLayers; ++layer) {
-    const std::string block = absl::StrCat("model.layers.", layer, ".mlp.");
-    tensors[block + "gate.weight"] = RandomTensor(weights, {kExperts, kHidden}, 0.5f, rng);
-    tensors[block + "experts.gate_up_proj"] =
-        RandomTensor(weights, {kExperts, 2 * kIntermediate, kHidden}, 0.5f, rng);
-    tensors[block + "experts.down_proj"] =
-        RandomTensor(weights, {kExperts, kHidden, kIntermediate}, 0.5f, rng);
-  }
-  const std::map<std::string, TensorView> views(tensors.begin(), tensors.end());
-  EXPECT_TRUE(WriteSafetensors((folder / "model.safetensors").string(), views).ok());
-  auto checkpoint = Checkpoint::Open(folder.string());
-  EXPECT_TRUE(checkpoint.ok()) << checkpoint.status();
-  std::filesystem::remove_all(folder);  // what is open stays readable
-  return checkpoint.ok() ? *checkpoint : nullptr;
-}
-
-// The restatement.
-
-// One chain of fused multiply-adds: pairs of neighbours, the odd one first, for 16-bit weights.
-float Chain(const std::vector<float>& x, const Tensor& weights, int64_t n) {
-  const int64_t columns = weights.dim(1);  // even here
-  const int64_t swap = weights.dtype() == DType::kF32 ? 0 : 1;
-  volatile float sum = 0.0f;
-  for (int64_t i = 0; i < columns; ++i) {
-    const int64_t k = i ^ swap;
-    sum = fmaf(x[k], LoadFloat(weights.dtype(), weights.data(), n * columns + k), sum);
-  }
-  return sum;
-}
-
-float RoundTo(DType dtype, float value) {
-  if (dtype == DType::kBF16) return FloatFromBF16(BF16FromFloat(value));
-  if (dtype == DType::kF16) return FloatFromF16(F16FromFloat(value));
-  return value;
-}
-
-struct Expected {
-  std::vector<int32_t> ids;    // [T, K]
-  std::vector<float> weights;  // [T, K]
-  std::vector<float> logits;   // [T, E]
-  std::vector<float> output;   // [T, D]
-};
-
-Expected Restate(const Checkpoint& checkpoint, int32_t layer, const Tensor& hidden_states) {
-  const unsigned saved = _mm_getcsr();
-  _mm_setcsr(saved | 0x8040);  // FTZ and DAZ
-  const DType dtype = hidden_states.dtype();
-  const DType rows_dtype = dtype == DType::kBF16 ? DType::kBF16 : DType::kF32;  // and h's
-  const RouterWeights gate = *checkpoint.ReadRouter(layer);
-  std::vector<ExpertWeights> experts;
-  for (int32_t e = 0; e < kExperts; ++e) experts.push_back(*checkpoint.ReadExpert(layer, e));
-  Expected expected;
-  for (int64_t t = 0; t < hidden_states.dim(0); ++t) {
-    std::vector<float> x(kHidden), logits(kExperts), weights(kTopK);
-    std::vector<int32_t> ids(kTopK);
-    for (int64_t d = 0; d < kHidden; ++d) {
-      x[d] = LoadFloat(dtype, hidden_states.data(), t * kHidden + d);
-    }
-    for (int32_t e = 0; e < kExperts; ++e) logits[e] = Chain(x, gate.weight, e);
-    EXPECT_TRUE(SelectExperts(checkpoint.model().Find(layer)->router, logits, {}, {},
-                              absl::MakeSpan(ids), absl::MakeSpan(weights))
-                    .ok());
-    std::vector<float> sum(kHidden, 0.0f);
-    for (int32_t k = 0; k < kTopK; ++k) {
-      const ExpertWeights& expert = experts[ids[k]];
-      std::vector<float> h(kIntermediate);
-      for (int64_t f = 0; f < kIntermediate; ++f) {
-        const float g = Chain(x, expert.gate_up, f);
-        const float u = Chain(x, expert.gate_up, kIntermediate + f);
-        const volatile float silu = g / (1.0f + Exp(-g));
-        h[f] = RoundTo(rows_dtype, silu * u);
-      }
-      for (int64_t d = 0; d < kHidden; ++d) {
-        sum[d] = fmaf(weights[k], RoundTo(rows_dtype, Chain(h, expert.down, d)), sum[d]);
-      }
-    }
-    for (const float value : sum) expected.output.push_back(RoundTo(dtype, value));
-    expected.ids.insert(expected.ids.end(), ids.begin(), ids.end());
-    expected.weights.insert(expected.weights.end(), weights.begin(), weights.end());
-    expected.logits.insert(expected.logits.end(), logits.begin(), logits.end());
-  }
-  _mm_setcsr(saved);
-  return expected;
-}
-
-// Tokens [begin, end) of the result are those of `expected` from `begin` on, bit for bit.
-void ExpectResult(const ForwardResult& result, const Expected& expected, DType dtype, int64_t begin,
-                  int64_t tokens) {
-  ASSERT_EQ(result.output.dtype(), dtype);
-  ASSERT_THAT(result.output.shape(), ElementsAre(tokens, kHidden));
-  ASSERT_THAT(result.routing.topk_ids.shape(), ElementsAre(tokens, kTopK));
-  ASSERT_THAT(result.routing.topk_weights.shape(), ElementsAre(tokens, kTopK));
-  const auto same = [tokens, begin](const Tensor& got, const auto& values, int64_t width) {
-    return std::memcmp(got.data(), values.data() + begin * width,
-                       static_cast<size_t>(tokens * width) * 4) == 0;
-  };
-  EXPECT_TRUE(same(result.routing.topk_ids, expected.ids, kTopK));
-  EXPECT_TRUE(same(result.routing.topk_weights, expected.weights, kTopK));
-  EXPECT_TRUE(same(result.routing.logits, expected.logits, kExperts));
-  for (int64_t i = 0; i < tokens * kHidden; ++i) {
-    const float got = LoadFloat(dtype, result.output.data(), i);
-    const float value = expected.output[begin * kHidden + i];
-    ASSERT_EQ(std::bit_cast<uint32_t>(got), std::bit_cast<uint32_t>(value))
-        << "token " << begin + i / kHidden << ", channel " << i % kHidden << ": expected " << value
-        << ", got " << got;
-  }
-}
-
-// The servers.
-
-using Store = std::shared_ptr<const ExpertStore>;
-
-class FakeServer : public ExpertBackend {
- public:
-  // What happens to a slice; `index` is the server's.
-  using Handler = std::function<void(size_t index, const Store&, ExpertSlice, Done)>;
-
-  FakeServer(size_t index, Store store, Handler handler)
-      : index_(index), store_(std::move(store)), handler_(std::move(handler)) {}
-  void Dispatch(ExpertSlice slice, Done done) override {
-    handler_(index_, store_, std::move(slice), std::move(done));
-  }
-
- private:
-  const size_t index_;
-  const Store store_;
-  const Handler handler_;
-};
-
-absl::StatusOr<Tensor> Compute(const ExpertStore& store, const ExpertSlice& slice) {
-  return store.Forward(slice.layer, slice.expert_ids, slice.m_sizes, slice.gather, slice.rows);
-}
-
-// Answers before Dispatch returns.
-const FakeServer::Handler kAtOnce = [](size_t, const Store& store, ExpertSlice slice,
-                                       ExpertBackend::Done done) {
-  std::move(done)(Compute(*store, slice));
-};
-
-// Keeps slices until somebody lets go of them; answers on its own threads, in random order.
-class Pool {
- public:
-  explicit Pool(int num_threads) {
-    for (int i = 0; i < num_threads; ++i) threads_.emplace_back([this, i] { Work(i); });
-  }
-  ~Pool() {
-    {
-      absl::MutexLock lock(&mutex_);
-      open_ = stopping_ = true;
-    }
-    for (std::thread& thread : threads_) thread.join();
-  }
-  FakeServer::Handler handler() {
-    return [this](size_t, const Store& store, ExpertSlice slice, ExpertBackend::Done done) {
-      absl::MutexLock lock(&mutex_);
-      tasks_.push_back({store, std::move(slice), std::move(done)});
-    };
-  }
-  void Open(bool open) {
-    absl::MutexLock lock(&mutex_);
-    open_ = open;
-  }
-  size_t waiting() {
-    absl::MutexLock lock(&mutex_);
-    return tasks_.size();
-  }
-
- private:
-  struct Task {
-    Store store;
-    ExpertSlice slice;
-    ExpertBackend::Done done;
-  };
-  void Work(int seed) {
-    std::mt19937 rng(seed);
-    const auto ready = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
-      return open_ && (stopping_ || !tasks_.empty());
-    };
-    while (true) {
-      Task task;
-      {
-        absl::MutexLock lock(&mutex_, absl::Condition(&ready));
-        if (tasks_.empty()) return;
-        std::swap(tasks_[rng() % tasks_.size()], tasks_.back());
-        task = std::move(tasks_.back());
-        tasks_.pop_back();
-      }
-      std::move(task.done)(Compute(*task.store, task.slice));
-    }
-  }
-
-  absl::Mutex mutex_;
-  std::vector<Task> tasks_ ABSL_GUARDED_BY(mutex_);
-  bool open_ ABSL_GUARDED_BY(mutex_) = true;
-  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  std::vector<std::thread> threads_;
-};
-
-std::unique_ptr<Router> MakeRouter(const std::shared_ptr<const Checkpoint>& checkpoint,
-                                   const RouterOptions& options = {}) {
-  auto router = Router::Create(checkpoint, kNumerics, options);
-  EXPECT_TRUE(router.ok()) << router.status();
-  return router.ok() ? *std::move(router) : nullptr;
-}
-
-// Adds a server; returns its ticket.
-uint64_t AddServer(Router& router, size_t index, const ExpertStore::Held& held,
-                   const FakeServer::Handler& handler) {
-  auto store =
-      ExpertStore::Load(router.checkpoint(), held, MakeEngine({}), [](const LoadProgress&) {});
-  EXPECT_TRUE(store.ok()) << store.status();
-  const auto ticket =
-      router.membership()->Register({.name = absl::StrCat("server-", index),
-                                     .address = absl::StrCat("host:", index),
-                                     .pid = 1,
-                                     .model_fingerprint = router.checkpoint().fingerprint(),
-                                     .numerics = kNumerics,
-                                     .experts = held});
-  EXPECT_TRUE(ticket.ok()) << ticket.status();
-  router.membership()->SetServing(*ticket,
-                                  std::make_shared<FakeServer>(index, *std::move(store), handler));
-  return *ticket;
-}
-
-std::unique_ptr<Router> MakeCluster(const std::shared_ptr<const Checkpoint>& checkpoint,
-                                    int num_servers, const FakeServer::Handler& handler,
-                                    const RouterOptions& options = {}) {
-  auto router = MakeRouter(checkpoint, options);
-  for (int s = 0; s < num_servers; ++s) {
-    AddServer(*router, s, *ExpertStore::ShardOf(checkpoint->model(), s, num_servers), handler);
-  }
-  return router;
-}
-
-// One forward of tokens [begin, begin + tokens).
-absl::StatusOr<ForwardResult> Forward(const Router& router, const Tensor& hidden_states,
-                                      int64_t begin, int64_t tokens) {
-  const std::vector<int64_t> shape = {tokens, kHidden};
-  ForwardCall call;
-  call.layer = kLayer;
-  call.hidden_states =
-      TensorView(hidden_states.dtype(), shape,
-                 hidden_states.data() + begin * kHidden * BytesOf(hidden_states.dtype()));
-  return router.Forward(call);
-}
-
-void ExpectForward(const Router& router, const Tensor& hidden_states, const Expected& expected,
-                   int64_t begin, int64_t tokens) {
-  const auto result = Forward(router, hidden_states, begin, tokens);
-  ASSERT_TRUE(result.ok()) << result.status();
-  ExpectResult(*result, expected, hidden_states.dtype(), begin, tokens);
-}
-
-Tensor Tokens(DType dtype, int64_t tokens) {
-  std::mt19937 rng(9);
-  return RandomTensor(dtype, {tokens, kHidden}, 1.0f, rng);
-}
 
 class RouterBitsTest : public ::testing::TestWithParam<std::tuple<DType, DType>> {};
 
@@ -331,9 +39,9 @@ TEST_P(RouterBitsTest, AreThoseOfTheContractWhateverTheCluster) {
       << "every expert should be used";
   for (const int num_servers : {1, 2, 3, 5, 15}) {  // some of the 15 hold no expert
     SCOPED_TRACE(absl::StrCat(num_servers, " servers"));
-    for (const int64_t subround_bytes : {int64_t{1}, int64_t{1000}, int64_t{8 << 20}}) {
+    for (const int64_t max_reply_bytes : {int64_t{1}, int64_t{1000}, int64_t{8 << 20}}) {
       RouterOptions options;
-      options.subround_bytes = subround_bytes;
+      options.batching.max_reply_bytes = max_reply_bytes;
       const auto router = MakeCluster(checkpoint, num_servers, kAtOnce, options);
       ExpectForward(*router, hidden_states, expected, 0, 257);
     }
@@ -352,15 +60,9 @@ INSTANTIATE_TEST_SUITE_P(AllDtypes, RouterBitsTest,
 class RouterTest : public ::testing::Test {
  protected:
   // The refusal of a call that fails, as "CODE: message".
-  static std::string Refusal(const Router& router, const ForwardCall& call) {
-    const auto result = router.Forward(call);
+  static std::string Refusal(Router& router, const ForwardCall& call) {
+    const auto result = Forward(router, call);
     return result.ok() ? "accepted" : result.status().ToString();
-  }
-  ForwardCall Call(const Tensor& hidden_states) {
-    ForwardCall call;
-    call.layer = kLayer;
-    call.hidden_states = hidden_states;
-    return call;
   }
 
   const std::shared_ptr<const Checkpoint> checkpoint_ = MakeModel(DType::kBF16);
@@ -371,8 +73,8 @@ class RouterTest : public ::testing::Test {
 TEST_F(RouterTest, RepliesMayComeInAnyOrderOnAnyThread) {
   Pool pool(3);
   RouterOptions options;
-  options.subround_bytes = 3000;  // 12 tokens
-  options.max_subrounds_in_flight = 4;
+  options.batching.max_reply_bytes = 3000;  // 12 tokens
+  options.batching.overlapping_rounds = 4;
   const auto router = MakeCluster(checkpoint_, 5, pool.handler(), options);
   std::vector<std::thread> callers;
   for (int c = 0; c < 4; ++c) {
@@ -385,13 +87,13 @@ TEST_F(RouterTest, RepliesMayComeInAnyOrderOnAnyThread) {
   for (std::thread& caller : callers) caller.join();
 }
 
-TEST_F(RouterTest, KeepsNoMoreSubRoundsUnderWayThanAllowed) {
+TEST_F(RouterTest, KeepsNoMoreRoundsInFlightThanAllowed) {
   Pool pool(1);
   for (const int allowed : {1, 3}) {
     pool.Open(false);
     RouterOptions options;
-    options.subround_bytes = 1;  // one token
-    options.max_subrounds_in_flight = allowed;
+    options.batching.max_tokens = 1;
+    options.batching.overlapping_rounds = allowed;
     const auto router = MakeCluster(checkpoint_, 1, pool.handler(), options);
     std::thread caller([&] { ExpectForward(*router, tokens_, expected_, 0, 20); });
     const absl::Time give_up = absl::Now() + absl::Seconds(10);
@@ -408,7 +110,7 @@ TEST_F(RouterTest, KeepsNoMoreSubRoundsUnderWayThanAllowed) {
 TEST_F(RouterTest, SlicesAreWhatTheWireContractSays) {
   std::vector<ExpertSlice> slices;
   RouterOptions options;
-  options.subround_bytes = 10 * kTopK * kHidden * 4 + 1;  // 10 tokens
+  options.batching.max_reply_bytes = 10 * kTopK * kHidden * 2 + 1;  // 10 tokens in BF16
   const auto router = MakeCluster(
       checkpoint_, 2,
       [&slices](size_t index, const Store& store, ExpertSlice slice, ExpertBackend::Done done) {
@@ -419,7 +121,7 @@ TEST_F(RouterTest, SlicesAreWhatTheWireContractSays) {
   const Tensor tokens = Tokens(DType::kBF16, 35);
   ForwardCall call = Call(tokens);
   call.deadline = absl::Now() + absl::Seconds(60);
-  ASSERT_TRUE(router->Forward(call).ok());
+  ASSERT_TRUE(Forward(*router, call).ok());
   EXPECT_GE(slices.size(), 4u);  // of 10, 10, 10 and 5 tokens
   EXPECT_LE(slices.size(), 8u);
   for (const ExpertSlice& slice : slices) {
@@ -439,7 +141,7 @@ TEST_F(RouterTest, NoTokensNeedNoServers) {
   const auto router = MakeRouter(checkpoint_, options);
   for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
     const Tensor none(dtype, {0, kHidden});
-    const auto result = router->Forward(Call(none));
+    const auto result = Forward(*router, Call(none));
     ASSERT_TRUE(result.ok()) << result.status();
     EXPECT_EQ(result->output.dtype(), dtype);
     EXPECT_THAT(result->output.shape(), ElementsAre(0, kHidden));
@@ -489,10 +191,18 @@ TEST_F(RouterTest, NamesTheRowThatIsNotFinite) {
 }
 
 TEST_F(RouterTest, RefusesOptionsThatCannotWork) {
-  RouterOptions options;
-  options.max_subrounds_in_flight = 0;
-  EXPECT_EQ(Router::Create(checkpoint_, kNumerics, options).status().code(),
-            absl::StatusCode::kInvalidArgument);
+  const auto refusal = [this](const BatchingOptions& batching) {
+    RouterOptions options;
+    options.batching = batching;
+    return Router::Create(checkpoint_, kNumerics, options).status().ToString();
+  };
+  EXPECT_EQ(refusal({.rounds_per_layer = -1}),
+            "INVALID_ARGUMENT: rounds_per_layer: expected at least 0, got -1");
+  EXPECT_EQ(refusal({.overlapping_rounds = 0}),
+            "INVALID_ARGUMENT: overlapping_rounds: expected at least 1, got 0");
+  EXPECT_EQ(refusal({.max_tokens = 0}), "INVALID_ARGUMENT: max_tokens: expected at least 1, got 0");
+  EXPECT_EQ(refusal({.max_reply_bytes = 0}),
+            "INVALID_ARGUMENT: max_reply_bytes: expected at least 1, got 0");
 }
 
 // Only the experts that the tokens need have to be there.

@@ -1,0 +1,291 @@
+#include "router/dispatch/batcher.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "common/status.h"
+
+namespace expertmesh {
+namespace {
+
+// Nothing more is to be done for the part.
+void Close(Round::Part& part) {
+  part.closed = true;
+  --part.call->rounds;
+}
+
+// Answers the call, at the next opportunity, unless that has happened.
+template <typename Failed>
+void Fail(BatchedCall& call, const absl::Status& status, Failed* failed) {
+  if (call.answered()) return;
+  failed->emplace_back(std::move(call.done), status);
+  call.done = nullptr;
+}
+
+}  // namespace
+
+absl::Status Validate(const BatchingOptions& options) {
+  const auto check = [](const char* name, int64_t least, int64_t value) {
+    return value >= least ? absl::OkStatus()
+                          : absl::InvalidArgumentError(
+                                absl::StrCat(name, ": expected at least ", least, ", got ", value));
+  };
+  RETURN_IF_ERROR(check("rounds_per_layer", 0, options.rounds_per_layer));
+  RETURN_IF_ERROR(check("overlapping_rounds", 1, options.overlapping_rounds));
+  RETURN_IF_ERROR(check("max_tokens", 1, options.max_tokens));
+  return check("max_reply_bytes", 1, options.max_reply_bytes);
+}
+
+Batcher::Batcher(const LayerDescription& layer, std::shared_ptr<Membership> membership,
+                 const BatchingOptions& options, RoundCounters* counters)
+    : layer_(layer), membership_(std::move(membership)), options_(options), counters_(counters) {}
+
+void Batcher::Submit(std::shared_ptr<BatchedCall> call) {
+  {
+    absl::MutexLock lock(&mutex_);
+    call->arrival = absl::Now();
+    queued_tokens_ += call->tokens();
+    next_check_ = std::min(next_check_, call->call.deadline);
+    const int64_t capacity = Capacity(call->call.hidden_states.dtype());
+    queue_.push_back(std::move(call));
+    if (leading_) {
+      if (young_rounds_ < options_.rounds_per_layer || queued_tokens_ >= capacity) wake_.Signal();
+      return;
+    }
+    leading_ = true;
+  }
+  Lead();
+}
+
+void Batcher::Lead() {
+  while (true) {
+    Steps steps;
+    {
+      absl::MutexLock lock(&mutex_);
+      while ((steps = NextSteps(absl::Now())).empty()) {
+        if (queue_.empty() && rounds_.empty()) {
+          leading_ = false;
+          return;
+        }
+        wake_.WaitWithDeadline(&mutex_, std::min(next_check_, next_round_));
+      }
+    }
+    Run(std::move(steps));
+  }
+}
+
+Batcher::Steps Batcher::NextSteps(absl::Time now) {
+  Steps steps;
+  if (now >= next_check_) CheckCallers(now, &steps);
+  young_rounds_ = 0;
+  for (auto round = rounds_.begin(); round != rounds_.end();) {
+    if (Review(*round, &steps)) {
+      round = rounds_.erase(round);
+      continue;
+    }
+    young_rounds_ += now < (*round)->start + options_.patience;
+    ++round;
+  }
+  std::erase_if(queue_, [](const auto& call) { return call->answered(); });
+  steps.start = TakeRound(now);
+  return steps;
+}
+
+void Batcher::CheckCallers(absl::Time now, Steps* steps) {
+  next_check_ = now + kCancelPoll;
+  const auto check = [&](BatchedCall& call) {
+    if (call.answered()) return;
+    if (now >= call.call.deadline) {
+      Fail(call,
+           absl::DeadlineExceededError(
+               call.rounds > 0 ? "the deadline passed while the experts were computing"
+                               : "the deadline passed while the call waited for its round"),
+           &steps->failed);
+    } else if (call.call.cancelled()) {
+      Fail(call, absl::CancelledError("the caller has given up"), &steps->failed);
+    } else {
+      next_check_ = std::min(next_check_, call.call.deadline);
+    }
+  };
+  for (const std::shared_ptr<BatchedCall>& call : queue_) check(*call);
+  for (const std::shared_ptr<Round>& round : rounds_) {
+    for (const Round::Part& part : round->parts) check(*part.call);
+  }
+}
+
+bool Batcher::Review(const std::shared_ptr<Round>& round, Steps* steps) {
+  for (const Round::Slice& slice : round->slices) {
+    if (slice.failure.ok()) continue;
+    for (const size_t p : slice.parts) {
+      const Round::Part& part = round->parts[p];
+      if (part.call->answered()) continue;
+      Fail(*part.call, DescribeFailure(layer_.layer, part, slice), &steps->failed);
+    }
+  }
+  for (size_t p = 0; p < round->parts.size(); ++p) {
+    Round::Part& part = round->parts[p];
+    if (part.closed) continue;
+    const bool ready = part.missing == 0;
+    if (!part.call->answered() && !ready) continue;
+    if (!part.call->answered()) steps->ready.emplace_back(round, p);
+    Close(part);
+  }
+  bool over = true;
+  for (Round::Slice& slice : round->slices) {
+    if (slice.over) continue;
+    const auto waits = [&round](size_t p) { return !round->parts[p].closed; };
+    if (std::any_of(slice.parts.begin(), slice.parts.end(), waits)) {
+      over = false;
+    } else {
+      slice.over = true;
+      steps->cancelled.emplace_back(slice.backend, slice.id);
+    }
+  }
+  return over;
+}
+
+std::shared_ptr<Round> Batcher::TakeRound(absl::Time now) {
+  next_round_ = absl::InfiniteFuture();
+  // Calls with many rounds in flight have to wait for these.
+  const auto may_go = [this](const std::shared_ptr<BatchedCall>& call) {
+    return call->rounds < options_.overlapping_rounds;
+  };
+  const auto first = std::find_if(queue_.begin(), queue_.end(), may_go);
+  if (first == queue_.end()) return nullptr;
+  const DType dtype = (*first)->call.hidden_states.dtype();
+  const auto fits = [&](const std::shared_ptr<BatchedCall>& call) {
+    return call->call.hidden_states.dtype() == dtype && may_go(call);
+  };
+  int64_t waiting = 0;
+  absl::Time oldest = absl::InfiniteFuture();
+  for (const std::shared_ptr<BatchedCall>& call : queue_) {
+    if (!fits(call)) continue;
+    waiting += call->tokens() - call->planned;
+    oldest = std::min(oldest, call->arrival);
+  }
+  const int64_t capacity = Capacity(dtype);
+  const bool full = waiting >= capacity;
+  const int limit = full ? std::max(options_.rounds_per_layer, options_.overlapping_rounds)
+                         : options_.rounds_per_layer;
+  if (young_rounds_ >= limit) return nullptr;
+  if (!full && now < oldest + options_.wait) {
+    next_round_ = oldest + options_.wait;
+    return nullptr;
+  }
+
+  auto round = std::make_shared<Round>();
+  round->start = now;
+  int64_t room = capacity;
+  std::deque<std::shared_ptr<BatchedCall>> rest, cut;
+  for (std::shared_ptr<BatchedCall>& call : queue_) {
+    const int64_t left = call->tokens() - call->planned;
+    // Only what is larger than a whole round is cut.
+    const bool taken = fits(call) && room > 0 && (left <= room || left > capacity);
+    if (fits(call) && !taken) room = 0;  // nobody overtakes it
+    if (!taken) {
+      rest.push_back(std::move(call));
+      continue;
+    }
+    const int64_t tokens = std::min(left, room);
+    round->parts.push_back({.call = call, .begin = call->planned, .tokens = tokens});
+    room -= tokens;
+    call->planned += tokens;
+    ++call->rounds;
+    if (tokens < left) cut.push_back(std::move(call));
+  }
+  queue_ = std::move(rest);
+  queue_.insert(queue_.end(), cut.begin(), cut.end());  // others take turns with the large ones
+  queued_tokens_ = 0;
+  for (const std::shared_ptr<BatchedCall>& call : queue_) {
+    queued_tokens_ += call->tokens() - call->planned;
+  }
+  ++young_rounds_;
+  rounds_.push_back(round);
+  return round;
+}
+
+void Batcher::Run(Steps steps) {
+  for (auto& [done, status] : steps.failed) std::move(done)(status);
+  for (const auto& [backend, id] : steps.cancelled) backend->Cancel(id);
+  // First: the servers compute while this thread combines.
+  if (steps.start != nullptr) Start(steps.start);
+  for (const auto& [round, p] : steps.ready) {
+    const Round::Part& part = round->parts[p];
+    CombinePart(layer_, *round, part);
+    BatchedCall& call = *part.call;
+    call.combined += part.tokens;
+    if (call.combined < call.tokens() || call.answered()) continue;
+    ForwardDone done = std::move(call.done);
+    call.done = nullptr;
+    std::move(done)(std::move(call.result));
+  }
+}
+
+void Batcher::Start(const std::shared_ptr<Round>& round) {
+  std::vector<std::pair<ForwardDone, absl::Status>> failed;
+  const LayerPlacement placement = membership_->Place(layer_.layer);
+  for (Round::Part& part : round->parts) {
+    const std::vector<int32_t> missing = placement.Missing(part.topk_ids());
+    if (missing.empty()) continue;  // else a server went since the call looked
+    Fail(*part.call, NoServer(layer_.layer, missing), &failed);
+    Close(part);
+  }
+  absl::StatusOr<std::vector<ExpertSlice>> planned = PlanSlices(layer_, placement, round.get());
+  for (Round::Part& part : round->parts) {
+    if (part.closed) continue;
+    if (planned.ok()) {
+      ++counters_->requests;
+      counters_->tokens += static_cast<uint64_t>(part.tokens);
+    } else {
+      Fail(*part.call, planned.status(), &failed);
+      Close(part);
+    }
+  }
+  for (auto& [done, status] : failed) std::move(done)(status);
+  if (!planned.ok() || planned->empty()) return;
+  ++counters_->rounds;
+  for (size_t s = 0; s < planned->size(); ++s) {
+    round->slices[s].id = round->slices[s].backend->Dispatch(
+        std::move((*planned)[s]),
+        [self = shared_from_this(), round, s](absl::StatusOr<Tensor> rows) {
+          self->OnReply(*round, s, std::move(rows));
+        });
+  }
+}
+
+void Batcher::OnReply(Round& round, size_t s, absl::StatusOr<Tensor> rows) {
+  // `slice` but for `over` and `failure` and the parts' calls are as they were at the dispatch.
+  Round::Slice& slice = round.slices[s];
+  if (rows.ok()) {
+    const DType expected =
+        ReplyDType(round.parts[slice.parts.front()].call->call.hidden_states.dtype());
+    if (rows->dtype() != expected || rows->shape() != slice.reply_shape) {
+      rows = absl::InternalError(absl::StrCat(
+          "expected reply rows ", NameOf(expected), " ", ShapeToString(slice.reply_shape), ", got ",
+          NameOf(rows->dtype()), " ", ShapeToString(rows->shape())));
+    }
+  }
+  absl::MutexLock lock(&mutex_);
+  if (slice.over) return;  // nobody waits for it
+  slice.over = true;
+  bool wake = !rows.ok();
+  if (rows.ok()) {
+    round.replies[s] = *std::move(rows);
+    for (const size_t p : slice.parts) wake |= --round.parts[p].missing == 0;
+  } else {
+    slice.failure = rows.status();
+  }
+  if (wake) wake_.Signal();
+}
+
+int64_t Batcher::Capacity(DType dtype) const {
+  // A server that holds all experts returns K rows a token.
+  const int64_t token_bytes =
+      layer_.router.top_k * layer_.experts.hidden_size * BytesOf(ReplyDType(dtype));
+  return std::max<int64_t>(1,
+                           std::min(options_.max_tokens, options_.max_reply_bytes / token_bytes));
+}
+
+}  // namespace expertmesh

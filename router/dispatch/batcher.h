@@ -1,0 +1,113 @@
+// Dynamic batching: concurrent calls of one layer share rounds.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <list>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "common/model/description.h"
+#include "router/dispatch/round.h"
+#include "router/placement/membership.h"
+
+namespace expertmesh {
+
+struct BatchingOptions {
+  // Rounds of a layer in flight at a time; what comes meanwhile waits and is merged into the next
+  // one. 0: calls are never merged, and every call has rounds of its own.
+  int rounds_per_layer = 1;
+  // A round that could start waits this long for company.
+  absl::Duration wait = absl::ZeroDuration();
+  // Rounds of a layer in flight while full ones are waiting, if that is more: one is sent while
+  // another is computed. Also the rounds of one call in flight.
+  int overlapping_rounds = 2;
+  // A full round: this many tokens, or as many as give max_reply_bytes from a server that holds all
+  // experts; at least one. Larger calls are cut, so that memory is bounded whatever T is, and
+  // small ones come between their rounds.
+  int64_t max_tokens = 4096;
+  int64_t max_reply_bytes = 32 << 20;
+  // A round older than this no longer counts as in flight: a stuck server must not hold back the
+  // calls that need other servers only.
+  absl::Duration patience = absl::Seconds(1);
+};
+
+// INVALID_ARGUMENT naming the option that cannot work.
+absl::Status Validate(const BatchingOptions& options);
+
+// What a layer has done since the start.
+struct RoundCounters {
+  std::atomic<uint64_t> rounds = 0;
+  std::atomic<uint64_t> requests = 0;  // in these rounds; a call counts in each that it has part in
+  std::atomic<uint64_t> tokens = 0;
+};
+
+// The rounds of one layer. Any dtypes; calls of one dtype share a round. The answer to a call does
+// not depend on the others that it was merged with, neither its bits nor whether it fails: that
+// depends on the servers that its own tokens need.
+//
+// There are no threads of its own. The thread that brings a call while nobody leads becomes the
+// leader: it starts rounds, waits for replies, combines and answers, until there are no calls left.
+// Thread-safe. Shared with the replies that are under way, which may outlive everything else.
+class Batcher : public std::enable_shared_from_this<Batcher> {
+ public:
+  // `layer` and `counters` outlive the calls. `isa` is that of the combine.
+  Batcher(const LayerDescription& layer, std::shared_ptr<Membership> membership,
+          const BatchingOptions& options, Isa isa, RoundCounters* counters);
+
+  // Answers the call (call, result and done are filled in) as soon as its rounds are over, its
+  // deadline has passed (DEADLINE_EXCEEDED), its caller has given up (CANCELLED) or a server that
+  // it needs has failed. Returns at once, or, as the leader, when no calls are left.
+  void Submit(std::shared_ptr<BatchedCall> call);
+
+ private:
+  // What the leader does without the lock.
+  struct Steps {
+    std::vector<std::pair<ForwardDone, absl::Status>> failed;
+    std::vector<std::pair<std::shared_ptr<ExpertBackend>, uint64_t>> cancelled;
+    std::shared_ptr<Round> start;
+    std::vector<std::pair<std::shared_ptr<Round>, size_t>> ready;  // parts to combine
+    bool empty() const {
+      return failed.empty() && cancelled.empty() && start == nullptr && ready.empty();
+    }
+  };
+
+  void Lead();
+  Steps NextSteps(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void CheckCallers(absl::Time now, Steps* steps) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // True when the round is over.
+  bool Review(const std::shared_ptr<Round>& round, Steps* steps)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The next round if it is time for one; else null.
+  std::shared_ptr<Round> TakeRound(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Run(Steps steps);
+  void Start(const std::shared_ptr<Round>& round);
+  void OnReply(Round& round, size_t slice, absl::StatusOr<Tensor> rows);
+  int64_t Capacity(DType dtype) const;
+
+  const LayerDescription& layer_;
+  const std::shared_ptr<Membership> membership_;
+  const BatchingOptions options_;
+  const Isa isa_;
+  RoundCounters* const counters_;
+
+  // Guards also, of every round, the replies, `missing` of its parts, and `over` and `failure` of
+  // its slices. Everything else of rounds and calls is the leader's alone.
+  absl::Mutex mutex_;
+  absl::CondVar wake_;  // the leader
+  bool leading_ ABSL_GUARDED_BY(mutex_) = false;
+  std::deque<std::shared_ptr<BatchedCall>> queue_ ABSL_GUARDED_BY(mutex_);  // with tokens to plan
+  int64_t queued_tokens_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::list<std::shared_ptr<Round>> rounds_ ABSL_GUARDED_BY(mutex_);        // in flight
+  int young_rounds_ ABSL_GUARDED_BY(mutex_) = 0;                            // those that count
+  absl::Time next_check_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();    // of the callers
+  absl::Time next_round_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteFuture();  // company is awaited
+};
+
+}  // namespace expertmesh
