@@ -54,7 +54,7 @@ constexpr size_t kMaxMessageBytes = 2048;
 absl::Status RetryLater(const std::string& what, absl::Duration after) {
   const int64_t ms = absl::ToInt64Milliseconds(after);
   absl::Status status =
-      absl::ResourceExhaustedError(absl::StrCat(what, "; try again after ", ms, " ms"));
+      absl::ResourceExhaustedError(absl::StrCat(what, "; retry later (after ", ms, " ms)"));
   google::protobuf::Duration delay;
   delay.set_seconds(ms / 1000);
   delay.set_nanos(static_cast<int32_t>(ms % 1000 * 1'000'000));

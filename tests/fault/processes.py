@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import socket
@@ -164,3 +165,27 @@ def children(process: Process) -> list[int]:
 
 def command_line(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:-1]
+
+
+def peak_memory(process: Process) -> int:
+    [line] = [s for s in Path(f"/proc/{process.pid}/status").read_text().splitlines() if s.startswith("VmHWM:")]
+    return int(line.split()[1]) << 10
+
+
+def cpu_seconds(process: Process) -> float:
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def wait_idle(process: Process) -> None:
+    """Returns once the process has used (nearly) no processor for half a second."""
+    last, since = cpu_seconds(process), time.monotonic()
+
+    def idle() -> bool:
+        nonlocal last, since
+        now = cpu_seconds(process)
+        if now - last > 0.05:
+            last, since = now, time.monotonic()
+        return time.monotonic() - since > 0.5
+
+    wait_until(f"{process.name} is idle", idle)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import pytest
 from expert_stream import ExpertStream, rows_of, slice_request
 from fake_router import checkpoint_layers
 from models import SMALL, tokens, write_checkpoint
-from processes import Process, wait_until
+from processes import Process, cpu_seconds, peak_memory, wait_idle, wait_until
 
 NOBODY = "127.0.0.1:1"  # a router that is not there: nothing listens on port 1
 HIDDEN = 12
@@ -87,30 +85,6 @@ def test_bytes_that_are_no_message_end_the_stream(server):
     with ExpertStream(server.address()) as stream:
         assert_right(stream.ask(slice_request(1, x, [0, 1])), x)
     assert server.stop() == 0
-
-
-def peak_memory(process: Process) -> int:
-    [line] = [s for s in Path(f"/proc/{process.pid}/status").read_text().splitlines() if s.startswith("VmHWM:")]
-    return int(line.split()[1]) << 10
-
-
-def cpu_seconds(process: Process) -> float:
-    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def wait_idle(process: Process) -> None:
-    """Returns once the process has used (nearly) no processor for half a second."""
-    last, since = cpu_seconds(process), time.monotonic()
-
-    def idle() -> bool:
-        nonlocal last, since
-        now = cpu_seconds(process)
-        if now - last > 0.05:
-            last, since = now, time.monotonic()
-        return time.monotonic() - since > 0.5
-
-    wait_until(f"{process.name} is idle", idle)
 
 
 WIDE = 512
