@@ -39,8 +39,12 @@ absl::Status Validate(const BatchingOptions& options) {
 }
 
 Batcher::Batcher(const LayerDescription& layer, std::shared_ptr<Membership> membership,
-                 const BatchingOptions& options, RoundCounters* counters)
-    : layer_(layer), membership_(std::move(membership)), options_(options), counters_(counters) {}
+                 const BatchingOptions& options, Isa isa, RoundCounters* counters)
+    : layer_(layer),
+      membership_(std::move(membership)),
+      options_(options),
+      isa_(isa),
+      counters_(counters) {}
 
 void Batcher::Submit(std::shared_ptr<BatchedCall> call) {
   {
@@ -213,7 +217,7 @@ void Batcher::Run(Steps steps) {
   if (steps.start != nullptr) Start(steps.start);
   for (const auto& [round, p] : steps.ready) {
     const Round::Part& part = round->parts[p];
-    CombinePart(layer_, *round, part);
+    CombinePart(layer_, *round, part, isa_);
     BatchedCall& call = *part.call;
     call.combined += part.tokens;
     if (call.combined < call.tokens() || call.answered()) continue;

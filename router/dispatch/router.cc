@@ -29,7 +29,7 @@ absl::Status CheckSupported(const LayerDescription& layer) {
 Router::Router(std::shared_ptr<const Checkpoint> checkpoint, const std::string& numerics,
                const RouterOptions& options)
     : checkpoint_(std::move(checkpoint)),
-      batching_(options.batching),
+      options_(options),
       membership_(std::make_shared<Membership>(checkpoint_->model(), checkpoint_->fingerprint(),
                                                numerics, options.startup_grace)) {}
 
@@ -47,7 +47,7 @@ absl::StatusOr<std::unique_ptr<Router>> Router::Create(std::shared_ptr<const Che
         router->layers_.try_emplace(description.layer, &description, std::move(gate)).first->second;
     if (options.batching.rounds_per_layer > 0) {
       layer.batcher = std::make_shared<Batcher>(description, router->membership_, options.batching,
-                                                &layer.counters);
+                                                options.isa, &layer.counters);
     }
   }
   return router;
@@ -64,9 +64,10 @@ void Router::Forward(ForwardCall call, ForwardDone done) {
   Layer& layer = layers_.at(batched->call.layer);
   std::shared_ptr<Batcher> batcher = layer.batcher;
   if (batcher == nullptr) {  // one of its own
-    BatchingOptions options = batching_;
+    BatchingOptions options = options_.batching;
     options.rounds_per_layer = 1;
-    batcher = std::make_shared<Batcher>(*layer.description, membership_, options, &layer.counters);
+    batcher = std::make_shared<Batcher>(*layer.description, membership_, options, options_.isa,
+                                        &layer.counters);
   }
   batcher->Submit(std::move(batched));
 }

@@ -64,7 +64,7 @@ class Router {
   absl::Status Prepare(BatchedCall* call);
 
   const std::shared_ptr<const Checkpoint> checkpoint_;
-  const BatchingOptions batching_;
+  const RouterOptions options_;
   const std::shared_ptr<Membership> membership_;
   std::map<int32_t, Layer> layers_;
 };

@@ -21,6 +21,7 @@
 #include "common/rpc/channel.h"
 #include "common/rpc/tensor_codec.h"
 #include "common/status.h"
+#include "expert_server/engine/cpu/for_loop_experts.h"
 #include "expert_server/service/expert_server.h"
 #include "expertmesh/v1/moe.grpc.pb.h"
 #include "router/service/router_server.h"
@@ -215,9 +216,9 @@ class StuckEngine {
  public:
   ExpertsFactory factory() {
     return [this](const ExpertDescriptor& descriptor,
-                  std::vector<ExpertWeights> weights) -> absl::StatusOr<std::unique_ptr<Experts>> {
+                  int64_t num_experts) -> absl::StatusOr<std::unique_ptr<Experts>> {
       ASSIGN_OR_RETURN(std::unique_ptr<Experts> experts,
-                       MakeForLoopExperts(descriptor, std::move(weights)));
+                       MakeForLoopExperts(descriptor, num_experts));
       return std::make_unique<Layer>(this, std::move(experts));
     };
   }
@@ -230,6 +231,9 @@ class StuckEngine {
    public:
     Layer(StuckEngine* engine, std::unique_ptr<Experts> experts)
         : engine_(engine), experts_(std::move(experts)) {}
+    void SetWeights(int64_t expert, ExpertWeights weights) override {
+      experts_->SetWeights(expert, std::move(weights));
+    }
     absl::Status Prepare() override { return experts_->Prepare(); }
     absl::Status Forward(const ExpertBatch& batch, void* output) const override {
       ++engine_->started_;
