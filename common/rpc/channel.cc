@@ -1,5 +1,6 @@
 #include "common/rpc/channel.h"
 
+#include <grpc/grpc.h>
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/health_check_service_interface.h>
 #include <netdb.h>
@@ -128,6 +129,10 @@ absl::StatusOr<ListeningServer> StartServer(const std::string& listen,
                                             const std::vector<grpc::Service*>& services,
                                             const ChannelOptions& options) {
   RETURN_IF_ERROR(CheckAddress("listen", listen));
+  // Once there was a server, gRPC stays up until the process ends: taking it down with the last one
+  // waits for threads that may sleep for kKeepaliveTimeMs.
+  static const bool stays_up = (grpc_init(), true);
+  (void)stays_up;
   grpc::EnableDefaultHealthCheckService(true);
   grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   grpc::ServerBuilder builder;

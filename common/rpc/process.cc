@@ -1,7 +1,6 @@
 #include "common/rpc/process.h"
 
 #include <google/protobuf/stubs/common.h>
-#include <grpc/grpc.h>
 #include <grpcpp/grpcpp.h>
 #include <malloc.h>
 #include <pthread.h>
@@ -44,9 +43,6 @@ absl::Status InitProcess(const std::string& name) {
   // What gRPC would say reaches the user as the status of a call or of a start; GRPC_VERBOSITY
   // brings it back.
   setenv("GRPC_VERBOSITY", "NONE", /*replace=*/0);
-  // gRPC stays up until the process ends: where its last user goes while connections are closing,
-  // taking it down may wait for 10 s.
-  grpc_init();
   spdlog::set_default_logger(std::make_shared<spdlog::logger>(
       name, std::make_shared<spdlog::sinks::stderr_color_sink_mt>()));
   spdlog::set_pattern("%Y-%m-%dT%H:%M:%S.%eZ %n %l %v", spdlog::pattern_time_type::utc);
