@@ -38,11 +38,12 @@ int Main(int argc, char** argv) {
       "Start order does not matter: it keeps looking for its router.");
   app.set_version_flag("--version", VersionText());
   app.add_option("--model", model, "Hugging Face model folder")->required();
-  app.add_option("--listen", options.listen, "HOST:PORT to serve on; port 0: any free one")
+  app.add_option("--listen", options.listen,
+                 "HOST:PORT to serve on, port 0: any free one; or unix:/PATH")
       ->capture_default_str();
   app.add_option("--advertise", options.advertise,
                  "HOST:PORT under which routers reach this server, if not the one listened on");
-  app.add_option("--router", options.router, "HOST:PORT of the node's router")
+  app.add_option("--router", options.router, "HOST:PORT or unix:/PATH of the node's router")
       ->capture_default_str();
   app.add_option("--shard", shard,
                  "which share of every layer's experts: i/n, with i from 0 to n-1")

@@ -23,7 +23,8 @@ int Main(int argc, char** argv) {
       "Start order does not matter: servers may come before or after it.");
   app.set_version_flag("--version", VersionText());
   app.add_option("--model", model, "Hugging Face model folder")->required();
-  app.add_option("--listen", options.listen, "HOST:PORT to serve on; port 0: any free one")
+  app.add_option("--listen", options.listen,
+                 "HOST:PORT to serve on, port 0: any free one; or unix:/PATH")
       ->capture_default_str();
   app.add_option(
          "--threads", options.threads,

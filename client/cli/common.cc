@@ -13,7 +13,8 @@ int Fail(const absl::Status& status) {
 
 void AddRouterOptions(CLI::App& app, std::string* router, double* timeout_seconds) {
   *router = kDefaultRouter;
-  app.add_option("--router", *router, "HOST:PORT[,HOST:PORT] of the routers; any of them will do")
+  app.add_option("--router", *router,
+                 "HOST:PORT[,HOST:PORT] of the routers, any of them will do; or unix:/PATH")
       ->capture_default_str();
   app.add_option("--timeout", *timeout_seconds, "seconds a call may take")
       ->capture_default_str()

@@ -5,9 +5,12 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
+#include <memory>
 #include <utility>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/synchronization/notification.h"
 #include "common/rpc/channel.h"
 #include "common/rpc/status.h"
@@ -22,6 +25,9 @@ namespace {
 constexpr char kForward[] = "/expertmesh.v1.MoeService/Forward";
 // Left for headers of a message whose tensors fill the limit.
 constexpr int64_t kHeaderBytes = 4096;
+// Parts of one call that are under way at a time: the next is there when the router has computed
+// one.
+constexpr size_t kPartsUnderWay = 2;
 
 // Copies `part` to rows [begin, ...) of `whole`.
 void PutRows(const Tensor& part, int64_t begin, Tensor* whole) {
@@ -53,33 +59,21 @@ class GrpcClient final : public Client {
     }
     const int64_t tokens = hidden_states.dim(0);
     const int64_t row_bytes = hidden_states.dim(1) * BytesOf(hidden_states.dtype());
-    if (tokens == 0 || tokens * row_bytes + kHeaderBytes <= options_.max_message_bytes / 2) {
-      return ForwardOnce(layer, hidden_states, /*first_row=*/0, deadline);
+    const int64_t limit = options_.max_message_bytes - kHeaderBytes;
+    if (tokens > 0 && row_bytes > limit) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("hidden_states: one row needs ", row_bytes + kHeaderBytes,
+                       " bytes in a message, max_message_bytes is ", options_.max_message_bytes));
     }
-    // The reply has ids and weights beside the output; half the limit leaves room for any top_k up
-    // to D.
-    const int64_t rows =
-        std::max<int64_t>(1, (options_.max_message_bytes / 2 - kHeaderBytes) / row_bytes);
-    MoeOutput whole;
-    whole.output = Tensor(hidden_states.dtype(), hidden_states.shape());
-    for (int64_t begin = 0; begin < tokens; begin += rows) {
-      const int64_t count = std::min(rows, tokens - begin);
-      Tensor part(hidden_states.dtype(), {count, hidden_states.dim(1)});
-      std::memcpy(part.data(), hidden_states.data() + begin * row_bytes, part.num_bytes());
-      ASSIGN_OR_RETURN(const MoeOutput one, ForwardOnce(layer, part, begin, deadline));
-      if (begin == 0) {
-        whole.topk_ids = Tensor(DType::kI32, {tokens, one.topk_ids.dim(1)});
-        whole.topk_weights = Tensor(DType::kF32, {tokens, one.topk_weights.dim(1)});
-      }
-      if (one.topk_ids.dim(1) != whole.topk_ids.dim(1)) {
-        return absl::InternalError(
-            "malformed reply of the router: top_k changes from part to part");
-      }
-      PutRows(one.output, begin, &whole.output);
-      PutRows(one.topk_ids, begin, &whole.topk_ids);
-      PutRows(one.topk_weights, begin, &whole.topk_weights);
+    // The reply has ids and weights beside the output, 8 bytes a slot: half the limit leaves room
+    // for as many of them as the row has bytes.
+    const int64_t step = std::max<int64_t>(1, limit / 2 / std::max<int64_t>(row_bytes, 1));
+    if (tokens <= step) {
+      Part only;
+      Start(layer, hidden_states, /*first_row=*/0, deadline, &only);
+      return Finish(hidden_states, only);
     }
-    return whole;
+    return ForwardInParts(layer, hidden_states, step, deadline);
   }
 
   absl::StatusOr<v1::GetModelResponse> GetModel() override {
@@ -123,30 +117,88 @@ class GrpcClient final : public Client {
     return FromGrpcStatus(status);
   }
 
-  absl::StatusOr<MoeOutput> ForwardOnce(int32_t layer, const Tensor& hidden_states,
-                                        int64_t first_row, absl::Time deadline) {
-    v1::ForwardRequest request;
-    request.set_layer(layer);
-    request.set_first_row(first_row);
+  // One message of a call.
+  struct Part {
     grpc::ClientContext context;
-    Prepare(&context, deadline, /*wait_for_ready=*/true);
-    const grpc::ByteBuffer request_bytes = EncodeWithTensor(request, hidden_states);
-    grpc::ByteBuffer response_bytes;
+    grpc::ByteBuffer request, response;
     grpc::Status status;
     absl::Notification done;
-    forward_stub_.UnaryCall(&context, kForward, {}, &request_bytes, &response_bytes,
-                            [&](grpc::Status result) {
-                              status = std::move(result);
-                              done.Notify();
+  };
+
+  // `part` has to stay until it is done.
+  void Start(int32_t layer, const Tensor& rows, int64_t first_row, absl::Time deadline,
+             Part* part) {
+    v1::ForwardRequest header;
+    header.set_layer(layer);
+    header.set_first_row(first_row);
+    Prepare(&part->context, deadline, /*wait_for_ready=*/true);
+    part->request = EncodeWithTensor(header, rows);
+    forward_stub_.UnaryCall(&part->context, kForward, {}, &part->request, &part->response,
+                            [part](grpc::Status status) {
+                              part->status = std::move(status);
+                              part->done.Notify();
                             });
-    done.WaitForNotification();
-    RETURN_IF_ERROR(Describe(status));
-    absl::StatusOr<MoeOutput> output = Decode(response_bytes, hidden_states);
+  }
+
+  // Waits for the reply to `rows`.
+  absl::StatusOr<MoeOutput> Finish(const Tensor& rows, Part& part) const {
+    part.done.WaitForNotification();
+    RETURN_IF_ERROR(Describe(part.status));
+    absl::StatusOr<MoeOutput> output = Decode(part.response, rows);
     if (!output.ok()) {  // the router's fault, not the caller's
       return absl::InternalError(
           absl::StrCat("malformed reply of the router: ", std::string(output.status().message())));
     }
     return output;
+  }
+
+  // Sends `step` rows at a time. The first error in the order of the rows is that of the call; the
+  // parts after it are cancelled.
+  absl::StatusOr<MoeOutput> ForwardInParts(int32_t layer, const Tensor& hidden_states, int64_t step,
+                                           absl::Time deadline) {
+    struct UnderWay {
+      int64_t begin;
+      Tensor rows;
+      Part part;
+    };
+    std::deque<std::unique_ptr<UnderWay>> under_way;
+    const auto cancel_rest = absl::MakeCleanup([&under_way] {
+      for (const auto& one : under_way) one->part.context.TryCancel();
+      for (const auto& one : under_way) one->part.done.WaitForNotification();
+    });
+    const int64_t tokens = hidden_states.dim(0);
+    const int64_t row_bytes = hidden_states.dim(1) * BytesOf(hidden_states.dtype());
+    MoeOutput whole;
+    whole.output = Tensor(hidden_states.dtype(), hidden_states.shape());
+    for (int64_t next = 0; next < tokens || !under_way.empty();) {
+      if (next < tokens && under_way.size() < kPartsUnderWay) {
+        const int64_t count = std::min(step, tokens - next);
+        auto one = std::make_unique<UnderWay>();
+        one->begin = next;
+        one->rows = Tensor(hidden_states.dtype(), {count, hidden_states.dim(1)});
+        std::memcpy(one->rows.data(), hidden_states.data() + next * row_bytes,
+                    one->rows.num_bytes());
+        Start(layer, one->rows, next, deadline, &one->part);
+        under_way.push_back(std::move(one));
+        next += count;
+        continue;
+      }
+      UnderWay& first = *under_way.front();
+      ASSIGN_OR_RETURN(const MoeOutput one, Finish(first.rows, first.part));
+      if (first.begin == 0) {
+        whole.topk_ids = Tensor(DType::kI32, {tokens, one.topk_ids.dim(1)});
+        whole.topk_weights = Tensor(DType::kF32, {tokens, one.topk_weights.dim(1)});
+      }
+      if (one.topk_ids.dim(1) != whole.topk_ids.dim(1)) {
+        return absl::InternalError(
+            "malformed reply of the router: top_k changes from part to part");
+      }
+      PutRows(one.output, first.begin, &whole.output);
+      PutRows(one.topk_ids, first.begin, &whole.topk_ids);
+      PutRows(one.topk_weights, first.begin, &whole.topk_weights);
+      under_way.pop_front();
+    }
+    return whole;
   }
 
   static absl::StatusOr<MoeOutput> Decode(const grpc::ByteBuffer& bytes,

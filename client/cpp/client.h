@@ -16,8 +16,8 @@ struct ClientOptions {
   // Time limit of a call, waiting for a router that is not up yet included. Default 30 s.
   absl::Duration timeout = absl::Seconds(30);
   // Largest message in either direction; a forward whose request is larger than half of it (the
-  // reply is larger than the request) is split by rows, which changes no bit. Default and usual
-  // limit of the routers: 64 MiB.
+  // reply is larger than the request) is split by rows, two parts under way at a time, which
+  // changes no bit. Default and usual limit of the routers: 64 MiB.
   int max_message_bytes = 64 << 20;
 };
 
@@ -28,12 +28,14 @@ struct MoeOutput {
   Tensor topk_weights;  // F32 [T, K]
 };
 
-// Thread-safe. Calls block. Every error is a status: DEADLINE_EXCEEDED, UNAVAILABLE (no router, or
-// experts without a server), INVALID_ARGUMENT (named field), ...
+// Thread-safe. Calls block. A call that loses its router before the reply is sent again, to this or
+// another one, within its timeout; what a router refuses is not. Every error is a status:
+// DEADLINE_EXCEEDED, UNAVAILABLE (no router, or experts without a server), INVALID_ARGUMENT (named
+// field), ...
 class Client {
  public:
-  // `routers`: "HOST:PORT[,HOST:PORT]"; any of them will do. Connects on the first call;
-  // several names are resolved here.
+  // `routers`: "HOST:PORT[,HOST:PORT]", any of them will do, or "unix:/PATH". Connects on the first
+  // call; several names are resolved here.
   static absl::StatusOr<std::unique_ptr<Client>> Create(const std::string& routers,
                                                         const ClientOptions& options = {});
   virtual ~Client() = default;

@@ -31,6 +31,14 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
+def write_hidden_states(path: Path, x: np.ndarray) -> Path:
+    """What `expertmesh forward` reads: one tensor, float32 or bfloat16."""
+    entry = {"dtype": NAMES[x.dtype.str], "shape": x.shape, "data_offsets": [0, x.nbytes]}
+    header = json.dumps({"hidden_states": entry}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + x.tobytes())
+    return path
+
+
 def write_checkpoint(
     folder: Path,
     *,

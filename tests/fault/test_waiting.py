@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import expertmesh
 import grpc
 import numpy as np
 import pytest
 from fake_router import checkpoint_layers
-from models import SMALL, reply_bits, request, stub, tokens, write_checkpoint
+from models import SMALL, reply_bits, request, stub, tokens, write_checkpoint, write_hidden_states
 from processes import wait_until
 
 WAITING = 32
@@ -86,7 +84,7 @@ def test_the_text_of_a_call_that_waited_in_vain(processes, tmp_path):
     model = write_checkpoint(tmp_path / "model", experts=4, top_k=4)
     address = processes.router(model, "--startup-grace", 60).address()
     x = tokens(16, 3)
-    file = safetensors(tmp_path / "x.safetensors", x)
+    file = write_hidden_states(tmp_path / "x.safetensors", x)
     text = "layer 0: no live server holds experts 0-3"
     with ThreadPoolExecutor(1) as pool, expertmesh.Client(address, timeout=2) as client:
         files = ("--input", file, "--output", tmp_path / "y.safetensors")
@@ -100,10 +98,3 @@ def test_the_text_of_a_call_that_waited_in_vain(processes, tmp_path):
         assert command.result().returncode == 1
         assert text in command.result().stderr
     assert not (tmp_path / "y.safetensors").exists()
-
-
-def safetensors(path: Path, x: np.ndarray) -> Path:
-    entry = {"dtype": "F32", "shape": x.shape, "data_offsets": [0, x.nbytes]}
-    header = json.dumps({"hidden_states": entry}).encode()
-    path.write_bytes(len(header).to_bytes(8, "little") + header + x.tobytes())
-    return path

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <random>
 #include <string>
@@ -15,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "client/cpp/client.h"
 #include "client/cpp/local_cluster.h"
@@ -425,11 +427,13 @@ TEST_F(ClusterTest, LargeRequestsAreSplit) {
   Cluster cluster(dir_);
   cluster.AddServers(3);
   const LayerDescription& layer = cluster.model().layers[0];
-  const Tensor rows = RandomRows(DType::kF32, 3000, layer.experts.hidden_size, 9);
-  const MoeOutput whole = cluster.NewClient()->Forward(layer.layer, rows).value();
   ClientOptions small;
   small.max_message_bytes = 64 << 10;
-  ExpectSame(whole, 0, cluster.NewClient(small)->Forward(layer.layer, rows));
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    const Tensor rows = RandomRows(dtype, 3000, layer.experts.hidden_size, 9);
+    const MoeOutput whole = cluster.NewClient()->Forward(layer.layer, rows).value();
+    ExpectSame(whole, 0, cluster.NewClient(small)->Forward(layer.layer, rows));
+  }
   // Rows are numbered as the caller does.
   Tensor nan = RandomRows(DType::kF32, 3000, layer.experts.hidden_size, 9);
   nan.as<float>()[2500 * layer.experts.hidden_size + 3] = std::nanf("");
@@ -557,9 +561,13 @@ class FakeRouter final
                                     grpc::ByteBuffer* response) override {
     v1::ForwardRequest header;
     Tensor hidden_states;
+    grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+    if (!request->Valid()) {  // cancelled before the message was there
+      reactor->Finish(grpc::Status::CANCELLED);
+      return reactor;
+    }
     EXPECT_TRUE(DecodeWithTensor(*request, "hidden_states", &header, &hidden_states).ok());
     *response = answer_(hidden_states, calls_++);
-    grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
     reactor->Finish(grpc::Status::OK);
     return reactor;
   }
@@ -687,6 +695,149 @@ TEST(Client, NonsenseInOnePartOfACallIsAnError) {
   }
   FakeRouter router([](const Tensor& hidden_states, int) { return GoodReply(hidden_states); });
   EXPECT_TRUE(Client::Create(router.address(), options).value()->Forward(0, rows).ok());
+}
+
+// A router whose answers a test gives when it likes, in any order.
+class HeldRouter final
+    : public v1::MoeService::WithRawCallbackMethod_Forward<v1::MoeService::Service> {
+ public:
+  class Call final : public grpc::ServerUnaryReactor {
+   public:
+    explicit Call(HeldRouter* router) : router_(router) {}
+    void OnCancel() override {
+      absl::MutexLock lock(&router_->mutex_);
+      ++router_->cancelled_;
+    }
+    void OnDone() override { delete this; }
+
+   private:
+    HeldRouter* const router_;
+  };
+  // One that arrived and was not answered yet.
+  struct Held {
+    Call* call;
+    Tensor hidden_states;
+    grpc::ByteBuffer* response;
+  };
+
+  HeldRouter() : listening_(StartServer("127.0.0.1:0", {this}).value()) {}
+  ~HeldRouter() { listening_.server->Shutdown(); }
+
+  grpc::ServerUnaryReactor* Forward(grpc::CallbackServerContext*, const grpc::ByteBuffer* request,
+                                    grpc::ByteBuffer* response) override {
+    v1::ForwardRequest header;
+    Held held;
+    EXPECT_TRUE(DecodeWithTensor(*request, "hidden_states", &header, &held.hidden_states).ok());
+    held.call = new Call(this);
+    held.response = response;
+    absl::MutexLock lock(&mutex_);
+    ++arrived_;
+    held_.emplace(header.first_row(), held);
+    return held.call;
+  }
+
+  // Waits until the part that begins with this row is there.
+  Held Take(int64_t first_row) {
+    const auto there = [this, first_row]()
+                           ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return held_.contains(first_row); };
+    absl::MutexLock lock(&mutex_);
+    EXPECT_TRUE(mutex_.AwaitWithTimeout(absl::Condition(&there), absl::Seconds(10))) << first_row;
+    const Held held = held_.at(first_row);
+    held_.erase(first_row);
+    return held;
+  }
+
+  int arrived() {
+    absl::MutexLock lock(&mutex_);
+    return arrived_;
+  }
+
+  void AwaitCancelled(int calls) {
+    const auto cancelled = [this, calls]()
+                               ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return cancelled_ == calls; };
+    absl::MutexLock lock(&mutex_);
+    EXPECT_TRUE(mutex_.AwaitWithTimeout(absl::Condition(&cancelled), absl::Seconds(10)));
+  }
+
+  const std::string& address() const { return listening_.address; }
+
+ private:
+  absl::Mutex mutex_;
+  std::map<int64_t, Held> held_ ABSL_GUARDED_BY(mutex_);
+  int arrived_ ABSL_GUARDED_BY(mutex_) = 0;
+  int cancelled_ ABSL_GUARDED_BY(mutex_) = 0;
+  const ListeningServer listening_;
+};
+
+void Answer(const HeldRouter::Held& held) {
+  *held.response = GoodReply(held.hidden_states);
+  held.call->Finish(grpc::Status::OK);
+}
+
+void Refuse(const HeldRouter::Held& held, const std::string& why) {
+  held.call->Finish(grpc::Status(grpc::StatusCode::INVALID_ARGUMENT, why));
+}
+
+// 1000 rows a part.
+ClientOptions SmallParts() {
+  ClientOptions options;
+  options.max_message_bytes = 4096 + 2 * 1000 * 32;
+  return options;
+}
+
+TEST(ClientParts, TwoAreUnderWayAtATime) {
+  HeldRouter router;
+  const auto client = Client::Create(router.address(), SmallParts()).value();
+  absl::StatusOr<MoeOutput> output;
+  std::thread call([&] { output = client->Forward(0, Tensor(DType::kF32, {3500, 8})); });
+  const HeldRouter::Held first = router.Take(0), second = router.Take(1000);
+  absl::SleepFor(absl::Milliseconds(100));
+  EXPECT_EQ(router.arrived(), 2);
+  Answer(second);  // the replies may come in any order
+  absl::SleepFor(absl::Milliseconds(100));
+  Answer(first);
+  const HeldRouter::Held last = router.Take(3000);
+  EXPECT_EQ(last.hidden_states.dim(0), 500);
+  Answer(last);
+  Answer(router.Take(2000));
+  call.join();
+  ASSERT_TRUE(output.ok()) << output.status();
+  EXPECT_EQ(output->output.shape(), (std::vector<int64_t>{3500, 8}));
+}
+
+TEST(ClientParts, OneThatFailsEndsTheOthers) {
+  HeldRouter router;
+  const auto client = Client::Create(router.address(), SmallParts()).value();
+  absl::StatusOr<MoeOutput> output;
+  std::thread call([&] { output = client->Forward(0, Tensor(DType::kF32, {9000, 8})); });
+  const HeldRouter::Held first = router.Take(0), second = router.Take(1000);
+  Refuse(first, "no");
+  router.AwaitCancelled(1);
+  Refuse(second, "too late");
+  call.join();
+  EXPECT_EQ(output.status(), absl::InvalidArgumentError("no"));
+  EXPECT_EQ(router.arrived(), 2);
+}
+
+TEST(ClientParts, TheFirstBadOneIsNamed) {
+  HeldRouter router;
+  const auto client = Client::Create(router.address(), SmallParts()).value();
+  absl::StatusOr<MoeOutput> output;
+  std::thread call([&] { output = client->Forward(0, Tensor(DType::kF32, {9000, 8})); });
+  const HeldRouter::Held first = router.Take(0);
+  Refuse(router.Take(1000), "the second");
+  absl::SleepFor(absl::Milliseconds(100));
+  Refuse(first, "the first");
+  call.join();
+  EXPECT_EQ(output.status(), absl::InvalidArgumentError("the first"));
+}
+
+TEST(ClientParts, OneRowOverTheLimitIsNamed) {
+  const auto client = Client::Create("127.0.0.1:1", SmallParts()).value();
+  const absl::Status status = client->Forward(0, Tensor(DType::kF32, {2, 16001})).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("one row needs 68100 bytes in a message, max_message_bytes is 68096"));
 }
 
 TEST(Client, SaysThatNoRouterIsThere) {

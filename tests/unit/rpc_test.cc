@@ -1,7 +1,13 @@
 // Addresses, listening servers and the way statuses travel.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
 
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -52,6 +58,26 @@ TEST(Address, GoodOnesAreTaken) {
   }
 }
 
+TEST(Address, UnixOnesAreAbsoluteAndPlain) {
+  const std::string longest = "unix:/" + std::string(106, 'x');
+  for (const std::string& address : {std::string("unix:/run/expertmesh/router.sock"), longest}) {
+    EXPECT_TRUE(CheckAddress("listen", address).ok()) << address;
+    EXPECT_TRUE(MakeChannel(address).ok()) << address;
+  }
+  for (const std::string& address :
+       {std::string("unix:"), std::string("unix:/"), std::string("unix:run/socket"),
+        std::string("unix:///run/so cket"), std::string("unix:/a%20b"), std::string("unix:/a,b:1"),
+        std::string("unix:/a?b"), std::string("unix:/a\0b", 9), longest + "x"}) {
+    const absl::Status status = CheckAddress("listen", address);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << address;
+    EXPECT_THAT(std::string(status.message()),
+                StartsWith("listen: expected unix:/PATH, absolute, of at most 107 "));
+    EXPECT_EQ(MakeChannel(address).status().code(), absl::StatusCode::kInvalidArgument) << address;
+    EXPECT_EQ(StartServer(address, {}).status().code(), absl::StatusCode::kInvalidArgument);
+  }
+  EXPECT_EQ(MakeChannel("127.0.0.1:1,unix:/a").status().code(), absl::StatusCode::kInvalidArgument);
+}
+
 TEST(Channel, OneOfSeveralNamesThatDoesNotResolveIsNamed) {
   const std::string no_name = std::string(64, 'x') + ".invalid";  // a label has at most 63
   const absl::Status status = MakeChannel(absl::StrCat("127.0.0.1:1,", no_name, ":2")).status();
@@ -93,6 +119,82 @@ TEST(Server, SaysWhichPortItGotAndServesWhenTold) {
   const absl::Status second = StartServer(listening.address, {}).status();
   EXPECT_EQ(second.code(), absl::StatusCode::kUnavailable);
   EXPECT_THAT(std::string(second.message()), HasSubstr(listening.address));
+  listening.server->Shutdown();
+}
+
+class UnixServer : public testing::Test {
+ protected:
+  void SetUp() override {
+    char folder[] = "/tmp/rpc_test.XXXXXX";
+    ASSERT_NE(mkdtemp(folder), nullptr);
+    folder_ = folder;
+    path_ = folder_ + "/socket";
+    address_ = "unix:" + path_;
+  }
+  void TearDown() override { std::filesystem::remove_all(folder_); }
+
+  absl::Status Refusal() const {
+    const absl::Status status = StartServer(address_, {}).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+    EXPECT_THAT(std::string(status.message()), HasSubstr("cannot listen on " + address_));
+    return status;
+  }
+
+  void ExpectServes() const {
+    grpc::health::v1::HealthCheckResponse response;
+    EXPECT_TRUE(Health(address_, "", &response).ok());
+  }
+
+  std::string folder_, path_, address_;
+};
+
+TEST_F(UnixServer, ServesAndLeavesNothing) {
+  for (int i = 0; i < 2; ++i) {
+    ListeningServer listening = StartServer(address_, {}).value();
+    EXPECT_EQ(listening.address, address_);
+    ExpectServes();
+    listening.server->Shutdown();
+    listening.server.reset();
+    EXPECT_FALSE(std::filesystem::exists(path_));
+  }
+}
+
+TEST_F(UnixServer, ASocketInUseIsNamed) {
+  const ListeningServer listening = StartServer(address_, {}).value();
+  EXPECT_THAT(std::string(Refusal().message()), HasSubstr("in use"));
+  ExpectServes();  // the first is what it was
+  listening.server->Shutdown();
+}
+
+TEST_F(UnixServer, WhatAKilledProcessLeftIsReplaced) {
+  const int left = socket(AF_UNIX, SOCK_STREAM, 0);
+  sockaddr_un name = {};
+  name.sun_family = AF_UNIX;
+  path_.copy(name.sun_path, sizeof(name.sun_path) - 1);
+  ASSERT_EQ(bind(left, reinterpret_cast<const sockaddr*>(&name), sizeof(name)), 0);
+  close(left);
+  ASSERT_TRUE(std::filesystem::exists(path_));
+  const ListeningServer listening = StartServer(address_, {}).value();
+  ExpectServes();
+  listening.server->Shutdown();
+}
+
+TEST_F(UnixServer, AnotherFileIsNotTouched) {
+  std::ofstream(path_) << "precious";
+  EXPECT_THAT(std::string(Refusal().message()), HasSubstr("no socket"));
+  EXPECT_EQ(std::filesystem::file_size(path_), 8u);
+  std::filesystem::remove_all(folder_);
+  EXPECT_THAT(std::string(Refusal().message()), HasSubstr("folder"));
+}
+
+// What gRPC keeps for a retry is larger than the limit, and does not overflow.
+TEST(Channel, TheLargestLimitIsTaken) {
+  const ListeningServer listening = StartServer("127.0.0.1:0", {}).value();
+  const auto stub = grpc::health::v1::Health::NewStub(
+      MakeChannel(listening.address, {.max_message_bytes = INT32_MAX}).value());
+  grpc::ClientContext context;
+  grpc::health::v1::HealthCheckResponse response;
+  EXPECT_TRUE(stub->Check(&context, {}, &response).ok());
   listening.server->Shutdown();
 }
 

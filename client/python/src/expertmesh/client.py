@@ -5,8 +5,10 @@ from __future__ import annotations
 import operator
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import ml_dtypes
@@ -17,13 +19,15 @@ import grpc
 
 from . import fork, wire
 from .error import Error
-from .target import channel_options, channel_target
+from .target import MAX_INT, channel_options, channel_target
 from .v1 import cluster_pb2, moe_pb2
 
 _HIDDEN_DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 # What a message needs beside its rows: dtypes, shapes, lengths, the model's fingerprint.
 _HEADER_BYTES = 4096
 _SERVICE = "/expertmesh.v1.MoeService/"
+# Parts of one call that are under way at a time: the next is there when the router has computed one.
+_PARTS_UNDER_WAY = 2
 # How long a channel is asked for its state after a deadline, to say whether a router was there at all.
 _STATE_SECONDS = 0.2
 
@@ -133,9 +137,10 @@ class Client:
         timeout: seconds a call may take when it does not say otherwise.
         max_message_bytes: the routers' message limit in bytes; larger requests are sent in parts.
         """
-        if not isinstance(max_message_bytes, int) or max_message_bytes <= _HEADER_BYTES:
+        if not isinstance(max_message_bytes, int) or not _HEADER_BYTES < max_message_bytes <= MAX_INT:
             raise _invalid(
-                f"max_message_bytes: expected more than {_HEADER_BYTES}, given {max_message_bytes!r}"
+                f"max_message_bytes: expected more than {_HEADER_BYTES} and at most {MAX_INT}, "
+                f"given {max_message_bytes!r}"
             )
         self._address = address
         self._timeout = _positive("timeout", timeout)
@@ -178,24 +183,13 @@ class Client:
         tokens = hidden_states.shape[0]
         step = self._rows_per_message(request, hidden_states, deadline)
         try:
-            replies = [
-                self._forward_part(request, start, hidden_states[start : start + step], deadline)
-                for start in range(0, max(tokens, 1), step)
-            ]
+            if tokens <= step:
+                return self._forward_whole(request, hidden_states, deadline)
+            with fork.calling():
+                return self._forward_parts(request, hidden_states, step, deadline)
         except Error:
             self._layers = None  # it may be another model's by now
             raise
-
-        def joined(name: str) -> np.ndarray:
-            parts = [getattr(reply, name) for reply in replies]
-            return parts[0].copy() if len(parts) == 1 else np.concatenate(parts)
-
-        return ForwardResult(
-            output=joined("output"),
-            topk_ids=joined("topk_ids"),
-            topk_weights=joined("topk_weights"),
-            router_logits=joined("router_logits") if return_router_logits else None,
-        )
 
     def model(self, *, timeout: float | None = None) -> Model:
         """Describes the model and its layers."""
@@ -292,24 +286,66 @@ class Client:
             )
         return rows
 
-    def _forward_part(
-        self, request: moe_pb2.ForwardRequest, first_row: int, rows: np.ndarray, deadline: float
-    ) -> wire.Reply:
-        request.first_row = first_row
-        message = wire.encode_request(request, rows)
+    def _forward_whole(
+        self, request: moe_pb2.ForwardRequest, hidden_states: np.ndarray, deadline: float
+    ) -> ForwardResult:
+        message = wire.encode_request(request, hidden_states)
+        reply = self._call("Forward", message, lambda data: _decoded(request, hidden_states, data), deadline)
+        return ForwardResult(
+            output=reply.output.copy(),
+            topk_ids=reply.topk_ids.copy(),
+            topk_weights=reply.topk_weights.copy(),
+            router_logits=reply.router_logits.copy() if request.return_router_logits else None,
+        )
+
+    def _forward_parts(
+        self, request: moe_pb2.ForwardRequest, hidden_states: np.ndarray, step: int, deadline: float
+    ) -> ForwardResult:
+        """Sends `step` rows at a time.
+
+        The first error in the order of the rows is that of the call; the parts after it are cancelled.
+        """
+        names = ["output", "topk_ids", "topk_weights"] + ["router_logits"] * request.return_router_logits
+        joined: dict[str, np.ndarray] = {}
+        tokens = hidden_states.shape[0]
+        starts = iter(range(0, tokens, step))
+        channel = self._connected()
+        under_way: deque[tuple[int, grpc.Future]] = deque()
         try:
-            reply: wire.Reply = self._call("Forward", message, wire.decode_reply, deadline)
-        except (ValueError, DecodeError) as error:
-            raise Error(grpc.StatusCode.INTERNAL, f"malformed reply of the router: {error}") from error
-        if reply.output.shape != rows.shape or reply.output.dtype != rows.dtype:
-            raise Error(
-                grpc.StatusCode.INTERNAL,
-                f"output: expected {list(rows.shape)} {rows.dtype}, "
-                f"the router sent {list(reply.output.shape)} {reply.output.dtype}",
+            while True:
+                for start in islice(starts, _PARTS_UNDER_WAY - len(under_way)):
+                    request.first_row = start
+                    message = wire.encode_request(request, hidden_states[start : start + step])
+                    under_way.append((start, self._started(channel, message, deadline)))
+                if not under_way:
+                    return ForwardResult(**{"router_logits": None, **joined})
+                start, call = under_way[0]
+                reply = _decoded(request, hidden_states[start : start + step], call.result())
+                under_way.popleft()
+                for name in names:
+                    part = getattr(reply, name)
+                    if start == 0:
+                        joined[name] = np.empty((tokens, *part.shape[1:]), part.dtype)
+                    if part.shape[1:] != joined[name].shape[1:]:
+                        raise Error(
+                            grpc.StatusCode.INTERNAL,
+                            f"malformed reply of the router: {name} changes its width from part to part",
+                        )
+                    joined[name][start : start + step] = part
+        except grpc.RpcError as error:
+            raise self._translated(channel, error) from None
+        finally:
+            for _, call in under_way:
+                call.cancel()
+
+    def _started(self, channel: grpc.Channel, message: bytes, deadline: float) -> grpc.Future:
+        timeout = max(deadline - time.monotonic(), 0)
+        try:
+            return channel.unary_unary(_SERVICE + "Forward").future(
+                message, timeout=timeout, wait_for_ready=True
             )
-        if request.return_router_logits and reply.router_logits is None:
-            raise Error(grpc.StatusCode.INTERNAL, "router_logits: asked for, the router sent none")
-        return reply
+        except ValueError:  # the channel was closed meanwhile
+            raise self._closed_error() from None
 
     def _call(self, method: str, request: bytes, decode: Callable[[bytes], Any], deadline: float) -> Any:
         channel = self._connected()
@@ -394,6 +430,31 @@ def _checked(hidden_states: np.ndarray) -> np.ndarray:
     if hidden_states.ndim != 2:
         raise _invalid(f"hidden_states: expected shape [T, D], given {list(hidden_states.shape)}")
     return np.ascontiguousarray(hidden_states)
+
+
+def _decoded(request: moe_pb2.ForwardRequest, rows: np.ndarray, message: bytes) -> wire.Reply:
+    """The reply to a request with these rows."""
+
+    def malformed(what: object) -> Error:
+        return Error(grpc.StatusCode.INTERNAL, f"malformed reply of the router: {what}")
+
+    try:
+        reply = wire.decode_reply(message)
+    except (ValueError, DecodeError) as error:
+        raise malformed(error) from error
+    if reply.output.shape != rows.shape or reply.output.dtype != rows.dtype:
+        raise Error(
+            grpc.StatusCode.INTERNAL,
+            f"output: expected {list(rows.shape)} {rows.dtype}, "
+            f"the router sent {list(reply.output.shape)} {reply.output.dtype}",
+        )
+    if request.return_router_logits and reply.router_logits is None:
+        raise Error(grpc.StatusCode.INTERNAL, "router_logits: asked for, the router sent none")
+    for name in ("topk_ids", "topk_weights", "router_logits"):
+        given = getattr(reply, name)
+        if given is not None and (given.ndim != 2 or len(given) != len(rows)):
+            raise malformed(f"{name}: expected {len(rows)} rows, given shape {list(given.shape)}")
+    return reply
 
 
 def _enum_name(enum: Any, value: int, prefix: str) -> str:

@@ -17,8 +17,11 @@ _LOGGER = logging.getLogger("expertmesh")
 _ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^\[\]:/,\s]+)):(?P<port>\d{1,5})")
 _EXPECTED = "expected HOST:PORT[,HOST:PORT...] or unix:PATH"
 
-_KEEPALIVE_MS = 20_000
-_KEEPALIVE_TIMEOUT_MS = 10_000
+# These, and the retries below, are the same in common/rpc/channel.cc.
+_KEEPALIVE_MS = 10_000
+_KEEPALIVE_TIMEOUT_MS = 5_000
+#: What gRPC's options hold at most.
+MAX_INT = 2**31 - 1
 
 
 def channel_target(address: str, *, resolve: bool = True) -> str:
@@ -57,7 +60,9 @@ def channel_options(address: str, max_message_bytes: int) -> list[tuple[str, Any
         "methodConfig": [
             {
                 "name": [{"service": "expertmesh.v1.MoeService"}],
-                # Every call of the service is idempotent; another router may be up when one goes down.
+                # Every call of the service is idempotent. UNAVAILABLE is what gRPC makes of a connection that
+                # was lost, and of a router that is stopping. A router that means its UNAVAILABLE says so by
+                # grpc-retry-pushback-ms: -1, and gRPC returns it at once.
                 "retryPolicy": {
                     "maxAttempts": 3,
                     "initialBackoff": "0.05s",
@@ -71,7 +76,7 @@ def channel_options(address: str, max_message_bytes: int) -> list[tuple[str, Any
     return [
         ("grpc.service_config", json.dumps(service_config)),
         # gRPC retries no message that is larger than this buffer, 256 KiB by default.
-        ("grpc.per_rpc_retry_buffer_size", max_message_bytes + (64 << 10)),
+        ("grpc.per_rpc_retry_buffer_size", min(max_message_bytes + (64 << 10), MAX_INT)),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_receive_message_length", -1),
         ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
