@@ -47,6 +47,15 @@ def exists(pid: int) -> bool:
         return False
 
 
+def resident(pid: int) -> int:
+    """Bytes of memory that the process holds now."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def open_files(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
 class Process:
     """One daemon. `output` and `log` are the files of its standard output and error."""
 

@@ -84,6 +84,18 @@ class SlowLink(Link):
             time.sleep(self._seconds)
 
 
+class ThrottledLink(Link):
+    """Answers come at this rate; requests as fast as they are sent."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self._bytes_per_second = bytes_per_second
+        super().__init__()
+
+    def _before(self, data: bytes, passed: int, number: int, from_client: bool) -> None:
+        if not from_client:
+            time.sleep(len(data) / self._bytes_per_second)
+
+
 class BreakingLink(Link):
     """The first `times` connections are reset once more than `after` bytes have come from one side."""
 
