@@ -278,5 +278,44 @@ TEST(Combine, HasTheBitsOfTheContract) {
   }
 }
 
+// Rows whose elements are above 2^31, in a tensor of which only those rows are ever touched.
+class FarRows : public testing::Test {
+ protected:
+  static constexpr int64_t kWidth = 8192;
+  static constexpr int64_t kRows = 300'000;
+  static constexpr int64_t kFirstFar = (int64_t{1} << 31) / kWidth;
+
+  static uint16_t* Row(Tensor& tensor, int64_t row) { return tensor.as<uint16_t>() + row * kWidth; }
+};
+
+TEST_F(FarRows, AreGathered) {
+  Tensor hidden_states(DType::kBF16, {kRows, kWidth});
+  ASSERT_EQ(hidden_states.num_bytes(), 4'915'200'000u);
+  const std::vector<int64_t> far = {0, kFirstFar - 1, kFirstFar, kFirstFar + 1, kRows - 1};
+  for (size_t i = 0; i < far.size(); ++i) {
+    std::fill_n(Row(hidden_states, far[i]), kWidth, static_cast<uint16_t>(i + 1));
+  }
+  Tensor rows = GatherRows(hidden_states, far);
+  for (size_t i = 0; i < far.size(); ++i) {
+    EXPECT_EQ(std::count(Row(rows, i), Row(rows, i + 1), i + 1), kWidth) << far[i];
+  }
+}
+
+TEST_F(FarRows, AreCombined) {
+  Tensor reply(DType::kBF16, {kRows, kWidth});
+  const std::vector<int64_t> far = {kRows - 1, kFirstFar, kFirstFar - 1, 0};
+  RoundPlan plan;
+  for (size_t i = 0; i < far.size(); ++i) {
+    std::fill_n(Row(reply, far[i]), kWidth, BF16FromFloat(static_cast<float>(1 << i)));
+    plan.pairs.push_back({0, far[i]});
+  }
+  Tensor output(DType::kF32, {2, kWidth});
+  Combine(plan, {reply}, std::vector<float>{1, 1, 1, 1}, /*top_k=*/2, /*routed_scale=*/1.0f, kWidth,
+          DType::kF32, output.data());
+  EXPECT_EQ(std::count(output.as<float>(), output.as<float>() + kWidth, 3.0f), kWidth);
+  EXPECT_EQ(std::count(output.as<float>() + kWidth, output.as<float>() + 2 * kWidth, 12.0f),
+            kWidth);
+}
+
 }  // namespace
 }  // namespace expertmesh
