@@ -47,15 +47,6 @@ def exists(pid: int) -> bool:
         return False
 
 
-def resident(pid: int) -> int:
-    """Bytes of memory that the process holds now."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-
-def open_files(pid: int) -> int:
-    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
-
-
 class Process:
     """One daemon. `output` and `log` are the files of its standard output and error."""
 
@@ -103,6 +94,16 @@ class Process:
 
     def tail(self, lines: int = 20) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def resident(process: Process) -> int:
+    """Bytes of memory that it holds now."""
+    return int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def open_files(process: Process) -> int:
+    """How many descriptors it has."""
+    return len(list(Path(f"/proc/{process.pid}/fd").iterdir()))
 
 
 class Processes:

@@ -11,14 +11,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from models import bits, read_safetensors, request, stub, tokens, write_checkpoint, write_hidden_states
-from processes import Process, Processes, children, wait_until
+from processes import Processes, peak_memory
 
 MIB = 1 << 20
-
-
-def peak_memory(pid: int) -> int:
-    [line] = [s for s in Path(f"/proc/{pid}/status").read_text().splitlines() if s.startswith("VmHWM:")]
-    return int(line.split()[1]) << 10
+# Of the router while a client has two messages of 64 MiB under way: each is there as received, as rows, as output
+# and as a reply, and the allocator keeps as much again. However long the call is.
+PEAK = 2048 * MIB
 
 
 def command_output(processes: Processes, address: str, x: np.ndarray, folder: Path, seconds: float = 60) -> bytes:
@@ -77,39 +75,32 @@ def test_the_largest_message_and_one_more(processes, tmp_path):
 # --- full ------------------------------------------------------------------------------------------------
 
 
-def cluster_peak(serve: Process) -> int:
-    """The most memory that any of its processes has had."""
-    return max(peak_memory(pid) for pid in children(serve))
-
-
 @pytest.mark.full
 def test_more_than_2_to_the_31_elements(processes, tmp_path):
     """T * K * D = 40,000 * 8 * 8,192: 655 MB each way, in parts, with bounded memory in router and servers."""
     model = write_checkpoint(tmp_path / "model", experts=8, top_k=8, hidden=8192, intermediate=4)
-    serve = processes.serve(model, 2)
-    address = serve.address()
+    router, servers, address = processes.by_hand(model, 2)
     rows = tokens(8192, 1000).astype(ml_dtypes.bfloat16)
     x = np.tile(rows, (40, 1))
     x[-1] = rows[17] * ml_dtypes.bfloat16(2)
     with expertmesh.Client(address, timeout=600) as client:
         start = time.monotonic()
         whole = client.forward(0, x)
-        print(f"{len(x)} tokens in {time.monotonic() - start:.1f} s, peak {cluster_peak(serve) / MIB:.0f} MiB")
+        print(f"{len(x)} tokens in {time.monotonic() - start:.1f} s, peak {peak_memory(router) / MIB:.0f} MiB")
         for row in (0, 32_767, 32_768, 39_998, 39_999):  # 32,768 * 8 * 8,192 is 2^31
             alone = client.forward(0, x[row : row + 1])
             assert alone.output.tobytes() == whole.output[row].tobytes()
             assert alone.topk_ids.tobytes() == whole.topk_ids[row].tobytes()
-    assert cluster_peak(serve) < 1024 * MIB
+    assert max(map(peak_memory, [router, *servers])) < PEAK
     assert command_output(processes, address, x, tmp_path, 600) == whole.output.tobytes()
-    assert serve.stop() == 0
+    assert all(process.stop() == 0 for process in [router, *servers])
 
 
 @pytest.mark.full
 def test_more_than_2_to_the_31_bytes(processes, tmp_path):
     """More than one protobuf message can be."""
     model = write_checkpoint(tmp_path / "model", experts=2, top_k=1, hidden=8192, intermediate=2)
-    serve = processes.serve(model, 1)
-    address = serve.address()
+    router, servers, address = processes.by_hand(model, 1)
     rows = tokens(8192, 1000).astype(ml_dtypes.bfloat16)
     x = np.tile(rows, (132, 1))
     assert x.nbytes > 1 << 31
@@ -118,7 +109,7 @@ def test_more_than_2_to_the_31_bytes(processes, tmp_path):
         whole = client.forward(0, x)
         for row in (0, 131_071, 131_072, 131_999):  # 131,072 * 8,192 * 2 is 2^31
             assert client.forward(0, x[row : row + 1]).output.tobytes() == whole.output[row].tobytes()
-        assert cluster_peak(serve) < 1024 * MIB
+        assert max(map(peak_memory, [router, *servers])) < PEAK
         assert command_output(processes, address, x, tmp_path, 600) == whole.output.tobytes()
         del whole
         # One message of it is refused, wherever it is built, and nobody is harmed.
@@ -128,5 +119,4 @@ def test_more_than_2_to_the_31_bytes(processes, tmp_path):
             assert caught.value.code == grpc.StatusCode.RESOURCE_EXHAUSTED
             assert str(64 * MIB) in caught.value.message
         assert bits(client.forward(0, x[:10])) == bits(client.forward(0, x[:10]))
-    assert serve.stop() == 0
-    wait_until("all have ended", lambda: not serve.running())
+    assert all(process.stop() == 0 for process in [router, *servers])

@@ -57,7 +57,7 @@ def test_a_client_that_reads_slowly(processes, wide):
     with expertmesh.Client(address) as client, ThrottledLink(8 * MIB).lead_to(address) as link:
         expected, whole = bits(client.forward(0, small)), bits(client.forward(0, x))
         before = latencies(client, 0, small, expected, 50)
-        files = open_files(router.pid)
+        files = open_files(router)
         slow = stub(link.address, max_receive_message_length=-1)
         calls = [slow.Forward.future(request(0, x), timeout=120) for _ in range(80)]
         done = 64 * len(calls)
@@ -69,7 +69,7 @@ def test_a_client_that_reads_slowly(processes, wide):
         assert reply_bits(calls[0].result()) == whole
         for call in calls:
             call.cancel()
-    wait_until("the router has let go of the slow one", lambda: open_files(router.pid) <= files)
+    wait_until("the router has let go of the slow one", lambda: open_files(router) <= files)
     assert router.stop() == 0 and servers[0].stop() == 0
 
 
@@ -83,13 +83,13 @@ def test_answers_that_nobody_reads_are_bounded(processes, wide):
     with ThrottledLink(MIB / 4).lead_to(address) as link:
         with expertmesh.Client(address) as client:
             expected = bits(client.forward(0, x))
-        memory = resident(router.pid)
+        memory = resident(router)
         slow = stub(link.address, max_receive_message_length=-1)
         calls = [slow.Forward.future(request(0, x), timeout=120) for _ in range(300)]
         deadline = time.monotonic() + 3
         peak = 0
         while time.monotonic() < deadline:
-            peak = max(peak, resident(router.pid))
+            peak = max(peak, resident(router))
             time.sleep(0.05)
         assert peak - memory < 5 * limit, f"{(peak - memory) / MIB:.0f} MiB"
         for call in calls:
@@ -119,18 +119,18 @@ def test_clients_that_vanish(processes, wide, tmp_path):
     memory = 0
     with expertmesh.Client(address) as client:
         expected = bits(client.forward(0, x))
-        files = open_files(router.pid)
+        files = open_files(router)
         for phase in range(6):
             server.signal(signal.SIGSTOP)  # so that the calls are under way for as long as it takes
             for _ in range(2):
                 doomed = [subprocess.Popen([str(word) for word in command]) for _ in range(2)]
-                wait_until("they are connected", lambda: open_files(router.pid) >= files + 2)
+                wait_until("they are connected", lambda: open_files(router) >= files + 2)
                 time.sleep(0.1)
                 assert all(process.poll() is None for process in doomed)
                 for process in doomed:
                     process.kill()
                     process.wait()
-                wait_until("the router knows", lambda: open_files(router.pid) <= files, 5)
+                wait_until("the router knows", lambda: open_files(router) <= files, 5)
                 time.sleep(0.1)
             with pytest.raises(expertmesh.Error) as caught:
                 client.forward(0, x[:1], timeout=0.3)
@@ -138,8 +138,8 @@ def test_clients_that_vanish(processes, wide, tmp_path):
             server.signal(signal.SIGCONT)
             assert bits(client.forward(0, x)) == expected
             if phase == 2:
-                memory = resident(router.pid)
-    assert resident(router.pid) - memory < 120 * MIB  # of 240 that came since then
+                memory = resident(router)
+    assert resident(router) - memory < 120 * MIB  # of 240 that came since then
     assert not (tmp_path / "y.safetensors").exists()
     assert router.stop() == 0 and server.stop() == 0
 
@@ -163,7 +163,7 @@ def test_a_server_that_stops(pair):
     router, servers, client, mine, both = pair
     expected, whole = bits(client.forward(0, mine)), bits(client.forward(0, both))
     before = latencies(client, 0, mine, expected, 50)
-    files = open_files(router.pid)
+    files = open_files(router)
     servers[1].signal(signal.SIGSTOP)
     outcomes: list[object] = []
 
@@ -186,7 +186,7 @@ def test_a_server_that_stops(pair):
     servers[1].signal(signal.SIGCONT)
     for _ in range(5):
         assert bits(client.forward(0, both)) == whole
-    assert open_files(router.pid) <= files
+    assert open_files(router) <= files
     assert router.stop() == 0 and all(server.stop() == 0 for server in servers)
 
 
@@ -212,7 +212,7 @@ def test_a_server_that_dies(processes, pair):
     router, servers, client, mine, both = pair
     expected, whole = bits(client.forward(0, mine)), bits(client.forward(0, both))
     before = latencies(client, 0, mine, expected, 50)
-    files = open_files(router.pid)
+    files = open_files(router)
     for _ in range(3):
         servers[1].signal(signal.SIGSTOP)
         failed: list[grpc.StatusCode] = []
@@ -235,7 +235,7 @@ def test_a_server_that_dies(processes, pair):
         servers[1] = processes.server(OLMOE, router.address(), "1/2")
         processes.wait_serving(router.address())
         assert bits(client.forward(0, both)) == whole
-    wait_until("the dead are let go", lambda: open_files(router.pid) <= files, 5)
+    wait_until("the dead are let go", lambda: open_files(router) <= files, 5)
 
 
 # --- streams ---------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def test_half_a_gigabyte_before_the_first_reply_is_read(processes, wide):
     """Both ways 1 MiB a slice. The server takes them, refuses some, or stops taking more, and is not stuck."""
     router, [server], address = processes.by_hand(wide, 1)
     x = tokens(HIDDEN, 64)
-    memory = resident(server.pid)
+    memory = resident(server)
     with expertmesh.Client(address) as client:
         small = x[:4]
         expected = bits(client.forward(0, small))
@@ -283,7 +283,7 @@ def test_half_a_gigabyte_before_the_first_reply_is_read(processes, wide):
             assert bits(client.forward(0, small)) == expected  # a neighbour, meanwhile
             time.sleep(0.01)
         assert sent[0] > 10
-        assert resident(server.pid) - memory < 3 * SLICES * MIB
+        assert resident(server) - memory < 3 * SLICES * MIB
         rows, codes = {}, set()
         try:
             for encoded in call:
