@@ -13,7 +13,7 @@ from models import OLMOE, reply_bits, request, stub, tokens, write_checkpoint
 from processes import children, command_line, exists, wait_until
 
 LAYER = 0
-CALLS = 20
+CALLS = 50
 GRACE_SECONDS = 10  # the default of --grace
 GIVEN_UP = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 
@@ -33,7 +33,7 @@ def outcomes(calls: list[grpc.Future], expected: tuple[bytes, ...]) -> dict[str,
 
 
 def stop_under_load(processes, target: str, delay: float) -> dict[str, int]:
-    """SIGTERM to one process, `delay` seconds after 20 calls were sent."""
+    """SIGTERM to one process, `delay` seconds after 50 calls were sent."""
     if target == "serve":
         stopped = processes.serve(OLMOE, 2)
         address, others = stopped.address(), []
