@@ -309,12 +309,11 @@ TEST_F(FarRows, AreCombined) {
     std::fill_n(Row(reply, far[i]), kWidth, BF16FromFloat(static_cast<float>(1 << i)));
     plan.pairs.push_back({0, far[i]});
   }
-  Tensor output(DType::kF32, {2, kWidth});
+  Tensor output(DType::kBF16, {2, kWidth});
   Combine(plan, {reply}, std::vector<float>{1, 1, 1, 1}, /*top_k=*/2, /*routed_scale=*/1.0f, kWidth,
-          DType::kF32, output.data());
-  EXPECT_EQ(std::count(output.as<float>(), output.as<float>() + kWidth, 3.0f), kWidth);
-  EXPECT_EQ(std::count(output.as<float>() + kWidth, output.as<float>() + 2 * kWidth, 12.0f),
-            kWidth);
+          DType::kBF16, output.data());
+  EXPECT_EQ(std::count(Row(output, 0), Row(output, 1), BF16FromFloat(3.0f)), kWidth);
+  EXPECT_EQ(std::count(Row(output, 1), Row(output, 2), BF16FromFloat(12.0f)), kWidth);
 }
 
 }  // namespace
