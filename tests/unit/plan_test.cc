@@ -295,7 +295,11 @@ TEST_F(FarRows, AreGathered) {
   for (size_t i = 0; i < far.size(); ++i) {
     std::fill_n(Row(hidden_states, far[i]), kWidth, static_cast<uint16_t>(i + 1));
   }
-  Tensor rows = GatherRows(hidden_states, far);
+  std::vector<const std::byte*> tokens;
+  for (int64_t r = 0; r < kRows; ++r) {
+    tokens.push_back(reinterpret_cast<const std::byte*>(Row(hidden_states, r)));
+  }
+  Tensor rows = GatherRows(DType::kBF16, kWidth, tokens, far);
   for (size_t i = 0; i < far.size(); ++i) {
     EXPECT_EQ(std::count(Row(rows, i), Row(rows, i + 1), i + 1), kWidth) << far[i];
   }
