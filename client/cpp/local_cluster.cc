@@ -3,7 +3,7 @@
 #include <limits>
 #include <utility>
 
-#include "absl/synchronization/notification.h"
+#include "absl/synchronization/mutex.h"
 #include "common/rpc/process.h"
 #include "common/status.h"
 
@@ -19,11 +19,12 @@ class LocalCluster::Backend final : public ExpertBackend {
  public:
   explicit Backend(std::unique_ptr<ExpertStore> store)
       : store_(std::move(store)),
-        executor_("experts", /*max_threads=*/1, std::numeric_limits<size_t>::max()) {}
+        executor_(std::make_unique<Executor>("experts", /*max_threads=*/1,
+                                             std::numeric_limits<size_t>::max())) {}
 
   uint64_t Dispatch(ExpertSlice slice, Done done) override {
     const bool queued =
-        executor_.TryRun([this, slice = std::move(slice), done = std::move(done)]() mutable {
+        executor_->TryRun([this, slice = std::move(slice), done = std::move(done)]() mutable {
           std::move(done)(store_->Forward(slice.layer, slice.expert_ids, slice.m_sizes,
                                           slice.gather, slice.rows));
         });
@@ -34,14 +35,22 @@ class LocalCluster::Backend final : public ExpertBackend {
   // Calls of this process have no deadline and cannot be cancelled.
   void Cancel(uint64_t) override {}
 
+  // Ends its threads. Not left to the destructor: the last reference may go on one of them.
+  void Stop() { executor_.reset(); }
+
  private:
   const std::unique_ptr<ExpertStore> store_;
-  Executor executor_;  // after the store: its threads end first
+  std::unique_ptr<Executor> executor_;
 };
 
 LocalCluster::LocalCluster()
     : executor_(
           std::make_unique<Executor>("forward", kMaxThreads, std::numeric_limits<size_t>::max())) {}
+
+LocalCluster::~LocalCluster() {
+  executor_.reset();
+  for (const std::shared_ptr<Backend>& backend : backends_) backend->Stop();
+}
 
 absl::StatusOr<std::unique_ptr<LocalCluster>> LocalCluster::Start(
     const std::string& model_dir, const LocalClusterOptions& options) {
@@ -62,7 +71,8 @@ absl::StatusOr<std::unique_ptr<LocalCluster>> LocalCluster::Start(
     registration.experts = held;
     Membership& membership = *cluster->router_->membership();
     ASSIGN_OR_RETURN(const uint64_t ticket, membership.Register(registration));
-    membership.SetServing(ticket, std::make_shared<Backend>(std::move(store)));
+    cluster->backends_.push_back(std::make_shared<Backend>(std::move(store)));
+    membership.SetServing(ticket, cluster->backends_.back());
   }
   return cluster;
 }
@@ -72,16 +82,18 @@ absl::StatusOr<MoeOutput> LocalCluster::Forward(int32_t layer, const Tensor& hid
   call.layer = layer;
   call.hidden_states = hidden_states;
   absl::StatusOr<ForwardResult> result = absl::InternalError("not answered");
-  absl::Notification answered;
+  absl::Mutex mutex;
+  bool answered = false;
   // Not on this thread, which the router would keep while other callers come.
   const bool queued = executor_->TryRun([&] {
     router_->Forward(std::move(call), [&](absl::StatusOr<ForwardResult> answer) {
+      absl::MutexLock lock(&mutex);
       result = std::move(answer);
-      answered.Notify();
+      answered = true;
     });
   });
   (void)queued;  // the queue has no limit
-  answered.WaitForNotification();
+  absl::MutexLock lock(&mutex, absl::Condition(&answered));
   RETURN_IF_ERROR(result.status());
   return MoeOutput{std::move(result->output), std::move(result->routing.topk_ids),
                    std::move(result->routing.topk_weights)};

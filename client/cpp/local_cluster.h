@@ -30,6 +30,8 @@ class LocalCluster {
   static absl::StatusOr<std::unique_ptr<LocalCluster>> Start(
       const std::string& model_dir, const LocalClusterOptions& options = {});
 
+  ~LocalCluster();
+
   // As Client::Forward.
   absl::StatusOr<MoeOutput> Forward(int32_t layer, const Tensor& hidden_states) const;
 
@@ -41,7 +43,8 @@ class LocalCluster {
 
   LocalCluster();
   std::unique_ptr<Router> router_;
-  std::unique_ptr<Executor> executor_;  // runs the calls; its threads end first
+  std::vector<std::shared_ptr<Backend>> backends_;
+  std::unique_ptr<Executor> executor_;  // runs the calls
 };
 
 }  // namespace expertmesh

@@ -266,24 +266,28 @@ class RawCall {
     request_.set_layer(layer);
     ToProto(rows, request_.mutable_hidden_states());
     stub->async()->Forward(&context_, &request_, &response_, [this](grpc::Status status) {
+      absl::MutexLock lock(&mutex_);
       status_ = std::move(status);
-      done_.Notify();
+      done_ = true;
     });
   }
-  ~RawCall() { done_.WaitForNotification(); }
+  ~RawCall() { Wait(); }
   void Cancel() { context_.TryCancel(); }
   const grpc::Status& status() {
-    done_.WaitForNotification();
+    Wait();
     return status_;
   }
   const v1::ForwardResponse& response() const { return response_; }
 
  private:
+  void Wait() { absl::MutexLock lock(&mutex_, absl::Condition(&done_)); }
+
   v1::ForwardRequest request_;
   v1::ForwardResponse response_;
   grpc::ClientContext context_;
+  absl::Mutex mutex_;
+  bool done_ = false;
   grpc::Status status_;
-  absl::Notification done_;
 };
 
 void WaitUntil(const char* what, const std::function<bool()>& condition) {

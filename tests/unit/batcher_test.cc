@@ -19,7 +19,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "common/text.h"
 #include "tests/unit/router_cluster.h"
@@ -112,16 +111,21 @@ class Caller {
     };
     thread_ = std::thread([this, &router, call = std::move(call)] {
       router.Forward(call, [this](absl::StatusOr<ForwardResult> answer) {
+        absl::MutexLock lock(&mutex_);
         result_ = std::move(answer);
-        answered_.Notify();
+        answered_ = true;
       });
     });
   }
   ~Caller() { thread_.join(); }
 
-  bool answered() const { return answered_.HasBeenNotified(); }
+  bool answered() {
+    absl::MutexLock lock(&mutex_);
+    return answered_;
+  }
   const absl::StatusOr<ForwardResult>& result() {
-    EXPECT_TRUE(answered_.WaitForNotificationWithTimeout(kLong));
+    absl::MutexLock lock(&mutex_);
+    EXPECT_TRUE(mutex_.AwaitWithTimeout(absl::Condition(&answered_), kLong));
     return result_;
   }
   std::string text() { return result().ok() ? "OK" : result().status().ToString(); }
@@ -135,8 +139,9 @@ class Caller {
  private:
   std::atomic<int> asked_ = 0;
   std::atomic<bool> cancelled_ = false;
+  absl::Mutex mutex_;
+  bool answered_ = false;
   absl::StatusOr<ForwardResult> result_ = absl::InternalError("not answered");
-  absl::Notification answered_;
   std::thread thread_;
 };
 

@@ -25,7 +25,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/synchronization/notification.h"
 #include "common/numerics/math.h"
 #include "common/safetensors/safetensors.h"
 #include "expert_server/engine/expert_store.h"
@@ -305,12 +304,14 @@ inline std::unique_ptr<Router> MakeCluster(
 // Blocks until the call is answered (and until this thread no longer leads).
 inline absl::StatusOr<ForwardResult> Forward(Router& router, const ForwardCall& call) {
   absl::StatusOr<ForwardResult> result = absl::InternalError("not answered");
-  absl::Notification answered;
+  absl::Mutex mutex;
+  bool answered = false;
   router.Forward(call, [&](absl::StatusOr<ForwardResult> answer) {
+    absl::MutexLock lock(&mutex);
     result = std::move(answer);
-    answered.Notify();
+    answered = true;
   });
-  answered.WaitForNotification();
+  absl::MutexLock lock(&mutex, absl::Condition(&answered));
   return result;
 }
 
