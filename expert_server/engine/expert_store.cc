@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "absl/time/clock.h"
 #include "common/model/contiguous_shard.h"
 #include "common/status.h"
 #include "common/text.h"
@@ -91,13 +92,17 @@ absl::StatusOr<Tensor> ExpertStore::Forward(int32_t layer_index,
     }
     local.push_back(layer.local_of_expert[expert]);
   }
-  const ExpertBatch batch = {rows, local, m_sizes, gather, std::move(stop)};
+  int64_t gather_ns = 0;
+  const ExpertBatch batch = {rows, local, m_sizes, gather, std::move(stop), &gather_ns};
   RETURN_IF_ERROR(
       ValidateBatch(batch, layer.hidden_size, static_cast<int64_t>(held_.at(layer_index).size())));
   int64_t pairs = 0;
   for (const int32_t row : gather) pairs += row >= 0;
   Tensor output(ReplyDType(rows.dtype()), {pairs, layer.hidden_size});
+  const int64_t start = absl::GetCurrentTimeNanos();
   RETURN_IF_ERROR(layer.experts->Forward(batch, output.data()));
+  gather_ns_ += static_cast<uint64_t>(gather_ns);
+  gemm_ns_ += static_cast<uint64_t>(absl::GetCurrentTimeNanos() - start - gather_ns);
   rows_computed_ += static_cast<uint64_t>(pairs);
   return output;
 }

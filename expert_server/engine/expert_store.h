@@ -23,7 +23,14 @@ struct LoadProgress {
   int64_t bytes_total = 0;
 };
 
-// Immutable after Load but for a counter; Forward may be called concurrently.
+// What a server has done since it started.
+struct ExpertWork {
+  uint64_t rows = 0;       // pairs of token and expert computed
+  uint64_t gather_us = 0;  // spent on bringing rows to where they are computed
+  uint64_t gemm_us = 0;    // on everything else of the experts' forward passes
+};
+
+// Immutable after Load but for counters; Forward may be called concurrently.
 class ExpertStore {
  public:
   using Held = std::map<int32_t, std::vector<int32_t>>;  // layer -> global expert ids, ascending
@@ -51,8 +58,8 @@ class ExpertStore {
       std::function<bool()> stop = [] { return false; }) const;
 
   const Held& held() const { return held_; }
-  // Pairs of token and expert computed so far.
-  uint64_t rows_computed() const { return rows_computed_; }
+  // So far; failed passes do not count.
+  ExpertWork work() const { return {rows_computed_, gather_ns_ / 1000, gemm_ns_ / 1000}; }
 
  private:
   struct Layer {
@@ -66,6 +73,8 @@ class ExpertStore {
   Held held_;
   std::map<int32_t, Layer> layers_;
   mutable std::atomic<uint64_t> rows_computed_ = 0;
+  mutable std::atomic<uint64_t> gather_ns_ = 0;
+  mutable std::atomic<uint64_t> gemm_ns_ = 0;
 };
 
 }  // namespace expertmesh

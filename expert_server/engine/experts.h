@@ -24,6 +24,9 @@ struct ExpertBatch {
   absl::Span<const int32_t> gather;   // [P]: row of each position; -1 is padding and skipped
   // Asked every few positions; once true the computation is given up.
   std::function<bool()> stop = [] { return false; };
+  // If set, the nanoseconds that Forward takes to bring rows to where they are computed are added
+  // here by those implementations that do so.
+  int64_t* gather_ns = nullptr;
 };
 
 // SetWeights() for every expert, Prepare() once, then Forward() from any number of threads at once.

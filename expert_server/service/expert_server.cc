@@ -61,7 +61,7 @@ absl::StatusOr<std::unique_ptr<ExpertServer>> ExpertServer::Start(
   }
   server->registrar_ = std::make_unique<Registrar>(
       options.router, std::move(registration),
-      [store = server->store_.get()] { return store->rows_computed(); }, std::move(on_refused));
+      [store = server->store_.get()] { return store->work(); }, std::move(on_refused));
   return server;
 }
 

@@ -21,11 +21,11 @@ constexpr absl::Duration kStable = absl::Seconds(2);
 }  // namespace
 
 Registrar::Registrar(const std::string& router, v1::Registration registration,
-                     std::function<uint64_t()> rows,
+                     std::function<ExpertWork()> work,
                      std::function<void(const absl::Status&)> on_refused)
     : router_(router),
       registration_(std::move(registration)),
-      rows_(std::move(rows)),
+      work_(std::move(work)),
       on_refused_(std::move(on_refused)),
       thread_([this] { Run(); }) {}
 
@@ -93,7 +93,10 @@ Registrar::Attempt Registrar::RegisterOnce() {
     const absl::Duration interval = absl::Milliseconds(response.heartbeat_interval_ms());
     v1::RegisterRequest heartbeat;
     do {
-      heartbeat.mutable_heartbeat()->set_rows(rows_());
+      const ExpertWork work = work_();
+      heartbeat.mutable_heartbeat()->set_rows(work.rows);
+      heartbeat.mutable_heartbeat()->set_gather_us(work.gather_us);
+      heartbeat.mutable_heartbeat()->set_gemm_us(work.gemm_us);
     } while (stream->Write(heartbeat) && SleepFor(interval));
     stream->WritesDone();  // the router ends the stream, or has done so
   }

@@ -9,6 +9,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
+#include "expert_server/engine/expert_store.h"
 #include "expertmesh/v1/cluster.grpc.pb.h"
 
 namespace expertmesh {
@@ -17,11 +18,11 @@ namespace expertmesh {
 // router and servers may come and go in any order.
 class Registrar {
  public:
-  // `rows` gives the number for the heartbeats. `router` is HOST:PORT. `on_refused` is called, once
+  // `work` gives what the heartbeats say. `router` is HOST:PORT. `on_refused` is called, once
   // and on the registrar's thread, when the router says that this server can never take part
   // (another model, other numerics).
   Registrar(const std::string& router, v1::Registration registration,
-            std::function<uint64_t()> rows, std::function<void(const absl::Status&)> on_refused);
+            std::function<ExpertWork()> work, std::function<void(const absl::Status&)> on_refused);
   // Leaves the cluster.
   ~Registrar();
 
@@ -39,7 +40,7 @@ class Registrar {
 
   const std::string router_;
   const v1::Registration registration_;
-  const std::function<uint64_t()> rows_;
+  const std::function<ExpertWork()> work_;
   const std::function<void(const absl::Status&)> on_refused_;
 
   absl::Mutex mutex_;

@@ -217,7 +217,9 @@ void Batcher::Run(Steps steps) {
   if (steps.start != nullptr) Start(steps.start);
   for (const auto& [round, p] : steps.ready) {
     const Round::Part& part = round->parts[p];
+    const absl::Time combine = absl::Now();
     CombinePart(layer_, *round, part, isa_);
+    counters_->combine_ns += absl::ToInt64Nanoseconds(absl::Now() - combine);
     BatchedCall& call = *part.call;
     call.combined += part.tokens;
     if (call.combined < call.tokens() || call.answered()) continue;
@@ -236,6 +238,7 @@ void Batcher::Start(const std::shared_ptr<Round>& round) {
     Fail(*part.call, NoServer(layer_.layer, missing), &failed);
     Close(part);
   }
+  const absl::Time plan = absl::Now();
   absl::StatusOr<std::vector<ExpertSlice>> planned = PlanSlices(layer_, placement, round.get());
   for (Round::Part& part : round->parts) {
     if (part.closed) continue;
@@ -250,6 +253,9 @@ void Batcher::Start(const std::shared_ptr<Round>& round) {
   for (auto& [done, status] : failed) std::move(done)(status);
   if (!planned.ok() || planned->empty()) return;
   ++counters_->rounds;
+  round->sent = absl::Now();
+  counters_->plan_ns += absl::ToInt64Nanoseconds(round->planned - plan);
+  counters_->gather_ns += absl::ToInt64Nanoseconds(round->sent - round->planned);
   for (size_t s = 0; s < planned->size(); ++s) {
     round->slices[s].id = round->slices[s].backend->Dispatch(
         std::move((*planned)[s]),
@@ -277,6 +283,10 @@ void Batcher::OnReply(Round& round, size_t s, absl::StatusOr<Tensor> rows) {
   bool wake = !rows.ok();
   if (rows.ok()) {
     round.replies[s] = *std::move(rows);
+    if (std::all_of(round.slices.begin(), round.slices.end(),
+                    [](const Round::Slice& one) { return one.over; })) {
+      counters_->servers_ns += absl::ToInt64Nanoseconds(absl::Now() - round.sent);
+    }
     for (const size_t p : slice.parts) wake |= --round.parts[p].missing == 0;
   } else {
     slice.failure = rows.status();

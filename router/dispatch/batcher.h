@@ -46,6 +46,12 @@ struct RoundCounters {
   std::atomic<uint64_t> rounds = 0;
   std::atomic<uint64_t> requests = 0;  // in these rounds; a call counts in each that it has part in
   std::atomic<uint64_t> tokens = 0;
+  // Nanoseconds spent on the requests' gates, and on the rounds' stages.
+  std::atomic<int64_t> gate_ns = 0;
+  std::atomic<int64_t> plan_ns = 0;
+  std::atomic<int64_t> gather_ns = 0;
+  std::atomic<int64_t> servers_ns = 0;  // from handing the slices out to the last reply
+  std::atomic<int64_t> combine_ns = 0;
 };
 
 // The rounds of one layer. Any dtypes; calls of one dtype share a round. The answer to a call does

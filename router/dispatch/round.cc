@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "common/status.h"
 #include "common/text.h"
 
@@ -42,6 +43,7 @@ absl::StatusOr<std::vector<ExpertSlice>> PlanSlices(const LayerDescription& laye
   }
   ASSIGN_OR_RETURN(round->plan, PlanRound(topk_ids, layer.router.top_k, placement.server_of_expert,
                                           /*pad_multiple=*/1));
+  round->planned = absl::Now();
   std::vector<ExpertSlice> dispatched;
   for (ServerSlice& source : round->plan.slices) {
     Round::Slice slice;

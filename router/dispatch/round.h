@@ -56,6 +56,8 @@ struct Round {
   };
 
   absl::Time start;
+  absl::Time planned;  // between planning and gathering
+  absl::Time sent;     // when handing out the slices began
   std::vector<Part> parts;
   RoundPlan plan;
   std::vector<Slice> slices;
@@ -63,7 +65,7 @@ struct Round {
 };
 
 // Plans the round for all parts that are not closed, every expert of which has a server, and fills
-// plan, slices, replies, offset and missing. Returns what to dispatch, by slice.
+// plan, planned, slices, replies, offset and missing. Returns what to dispatch, by slice.
 absl::StatusOr<std::vector<ExpertSlice>> PlanSlices(const LayerDescription& layer,
                                                     const LayerPlacement& placement, Round* round);
 

@@ -81,7 +81,7 @@ absl::Status Router::Prepare(BatchedCall* batched) {
     return absl::InvalidArgumentError(absl::StrCat("layer: expected one of the MoE layers ",
                                                    IdRanges(layers), ", got ", call.layer));
   }
-  const Layer& layer = found->second;
+  Layer& layer = found->second;
   const Tensor& hidden_states = call.hidden_states;
   const int64_t hidden_size = layer.description->experts.hidden_size;
   if (!IsActivationDType(hidden_states.dtype())) {
@@ -94,7 +94,9 @@ absl::Status Router::Prepare(BatchedCall* batched) {
                                                    ShapeToString(hidden_states.shape())));
   }
   ForwardResult& result = batched->result;
+  const absl::Time start = absl::Now();
   ASSIGN_OR_RETURN(result.routing, layer.gate.Route(hidden_states, call.first_row));
+  layer.counters.gate_ns += absl::ToInt64Nanoseconds(absl::Now() - start);
   result.output = Tensor(hidden_states.dtype(), hidden_states.shape());
   if (hidden_states.dim(0) == 0) return absl::OkStatus();
 

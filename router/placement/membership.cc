@@ -101,6 +101,14 @@ void Membership::SetRows(uint64_t ticket, uint64_t rows) {
   if (Server* server = Find(ticket)) server->record.rows = rows;
 }
 
+void Membership::SetTimes(uint64_t ticket, uint64_t gather_us, uint64_t gemm_us) {
+  absl::MutexLock lock(&mutex_);
+  if (Server* server = Find(ticket)) {
+    server->record.gather_us = gather_us;
+    server->record.gemm_us = gemm_us;
+  }
+}
+
 void Membership::SetDown(uint64_t ticket) {
   std::shared_ptr<ExpertBackend> dropped;  // destroyed after the lock is released
   absl::MutexLock lock(&mutex_);

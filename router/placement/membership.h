@@ -40,6 +40,10 @@ struct ServerRecord {
   ServerRegistration registration;
   ServerState state = ServerState::kConnecting;
   uint64_t rows = 0;  // pairs computed since the server started
+  // Time spent since then, in microseconds: on bringing rows to where they are computed, and on
+  // everything else of the experts.
+  uint64_t gather_us = 0;
+  uint64_t gemm_us = 0;
 };
 
 // Where the experts of one layer are, at one epoch.
@@ -75,6 +79,7 @@ class Membership {
   // current: the registration has been replaced, or the server is down.
   void SetServing(uint64_t ticket, std::shared_ptr<ExpertBackend> backend);
   void SetRows(uint64_t ticket, uint64_t rows);
+  void SetTimes(uint64_t ticket, uint64_t gather_us, uint64_t gemm_us);
   // The server is gone: it stays on the list as kDown until it registers again. No effect if the
   // ticket is not current.
   void SetDown(uint64_t ticket);

@@ -51,7 +51,9 @@ class RegisterStream final
     if (ticket_ == 0) {
       if (absl::Status status = Register(); !status.ok()) return End(ToGrpcStatus(status));
     } else if (request_.has_heartbeat()) {
-      membership_->SetRows(ticket_, request_.heartbeat().rows());
+      const v1::Heartbeat& heartbeat = request_.heartbeat();
+      membership_->SetRows(ticket_, heartbeat.rows());
+      membership_->SetTimes(ticket_, heartbeat.gather_us(), heartbeat.gemm_us());
     } else {
       return End(grpc::Status(grpc::StatusCode::INVALID_ARGUMENT,
                               "message: expected a heartbeat after the registration"));

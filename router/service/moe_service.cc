@@ -231,6 +231,11 @@ grpc::ServerUnaryReactor* MoeServiceImpl::GetCluster(grpc::CallbackServerContext
     rounds->set_rounds(counters.rounds);
     rounds->set_requests(counters.requests);
     rounds->set_tokens(counters.tokens);
+    rounds->set_gate_us(counters.gate_ns / 1000);
+    rounds->set_plan_us(counters.plan_ns / 1000);
+    rounds->set_gather_us(counters.gather_ns / 1000);
+    rounds->set_servers_us(counters.servers_ns / 1000);
+    rounds->set_combine_us(counters.combine_ns / 1000);
   }
   for (const ServerRecord& record : membership.Servers()) {
     v1::ServerInfo* info = response->add_servers();
@@ -239,6 +244,8 @@ grpc::ServerUnaryReactor* MoeServiceImpl::GetCluster(grpc::CallbackServerContext
     info->set_pid(record.registration.pid);
     info->set_state(ToProto(record.state));
     info->set_rows(record.rows);
+    info->set_gather_us(record.gather_us);
+    info->set_gemm_us(record.gemm_us);
     info->set_numerics(record.registration.numerics);
     for (const auto& [layer, experts] : record.registration.experts) {
       v1::LayerExperts* held = info->add_layers();

@@ -135,6 +135,7 @@ TEST_F(MembershipTest, ListsServersByName) {
   const uint64_t b = MustRegister("b", "host:2", kUpper);
   const uint64_t a = MustServe("a", "host:1", kLower);
   membership_.SetRows(a, 17);
+  membership_.SetTimes(a, 18, 19);
   std::vector<ServerRecord> servers = membership_.Servers();
   ASSERT_EQ(servers.size(), 2u);
   EXPECT_EQ(servers[0].registration.name, "a");
@@ -143,6 +144,8 @@ TEST_F(MembershipTest, ListsServersByName) {
   EXPECT_EQ(servers[0].registration.experts, kLower);
   EXPECT_EQ(servers[0].state, ServerState::kServing);
   EXPECT_EQ(servers[0].rows, 17u);
+  EXPECT_EQ(servers[0].gather_us, 18u);
+  EXPECT_EQ(servers[0].gemm_us, 19u);
   EXPECT_EQ(servers[1].registration.name, "b");
   EXPECT_EQ(servers[1].state, ServerState::kConnecting);
   EXPECT_EQ(servers[1].rows, 0u);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/time/clock.h"
 #include "common/status.h"
 
 namespace expertmesh {
@@ -122,12 +123,16 @@ class GroupedExperts : public Experts {
     const std::function<bool()> go_on = [] { return false; };
     const int64_t threads = context.pool.threads();
     std::vector<Workspace>& scratch = context.scratch;
+    const int64_t start = absl::GetCurrentTimeNanos();
     context.pool.Run([&](int thread) {
       for (int64_t r = rows * thread / threads; r < rows * (thread + 1) / threads; ++r) {
         LoadGemmRow(isa, activations, from + source[r] * from_bytes, hidden_size_, row_dtype,
                     x + r * x_bytes);
       }
       context.pool.Barrier();
+      if (thread == 0 && batch.gather_ns != nullptr) {
+        *batch.gather_ns += absl::GetCurrentTimeNanos() - start;
+      }
       // The caller's thread asks; the others hear of it.
       const std::function<bool()>& stop = thread == 0 ? batch.stop : go_on;
       up.Run(scratch[thread], stop);
