@@ -22,5 +22,6 @@ Command AddInspect(CLI::App& app);
 Command AddStatus(CLI::App& app);
 Command AddHealth(CLI::App& app);
 Command AddDemo(CLI::App& app);
+Command AddBench(CLI::App& app);
 
 }  // namespace expertmesh

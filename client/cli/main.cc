@@ -36,6 +36,7 @@ int Main(int argc, char** argv) {
   add("status", "Show the servers of a cluster", AddStatus);
   add("health", "Exit 0 when the cluster serves, 1 when not, 2 when no router answers", AddHealth);
   add("demo", "Run recorded activations through every layer and check the answers", AddDemo);
+  add("bench", "Measure this machine and this build", AddBench);
   CLI11_PARSE(app, argc, argv);
   if (app.get_subcommands().empty()) {
     std::fputs(app.help().c_str(), stderr);

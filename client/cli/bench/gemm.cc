@@ -1,0 +1,206 @@
+// expertmesh bench gemm: the grouped GEMM against the roofline.
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_join.h"
+#include "client/cli/bench/bench.h"
+#include "client/cli/bench/report.h"
+#include "client/cli/bench/synthetic_model.h"
+#include "common/kernels/compute_pool.h"
+#include "common/kernels/for_loop_gemm.h"
+#include "common/kernels/grouped_gemm.h"
+#include "common/numerics/flush_denormals.h"
+#include "common/status.h"
+
+namespace expertmesh {
+namespace {
+
+struct Options {
+  CommonBenchOptions common;
+  int threads = 1;
+  int64_t n = 2048;
+  int64_t k = 2048;
+  int64_t weights_mib = 512;
+  std::vector<int64_t> rows = {1, 4, 8, 16, 64, 256};
+  std::vector<std::string> formats = {"bf16", "fp32", "f16"};
+  std::vector<std::string> isas;  // empty: all of this processor
+};
+
+// One format: as many matrices as fill --weights-mib, so that none is in a cache when its turn
+// comes, and rows for all of them.
+class GemmBench {
+ public:
+  GemmBench(const Options& options, DType dtype, ComputePool* pool)
+      : dtype_(dtype),
+        n_(options.n),
+        k_(options.k),
+        num_(((options.weights_mib << 20) + n_ * k_ * BytesOf(dtype) - 1) /
+             (n_ * k_ * BytesOf(dtype))),
+        pool_(pool),
+        scratch_(pool->threads()),
+        weights_(dtype, num_, n_, k_),
+        matrix_(RandomNormal(dtype, {n_, k_}, 0.02f, /*seed=*/1)),
+        input_(RandomNormal(dtype, {MaxRows(options), k_}, 1, /*seed=*/2)) {
+    // The same values for all, which no kernel notices; each at a place of its own.
+    pool_->Run([this](int thread) {
+      for (int64_t i = thread; i < num_; i += pool_->threads()) weights_.Pack(i, matrix_);
+    });
+  }
+
+  int64_t num() const { return num_; }
+  double bytes() const { return static_cast<double>(num_ * n_ * k_ * BytesOf(dtype_)); }
+  double flops(int64_t rows) const { return 2.0 * static_cast<double>(num_ * rows * n_ * k_); }
+
+  // Every matrix multiplies `rows` rows of its own; the rows are brought to the kernel's form on
+  // the way, as in a server.
+  absl::Status Run(Isa isa, int64_t rows) {
+    const DType row_dtype = GemmRowDType(isa, dtype_, dtype_);
+    const int64_t row_bytes = GemmRowBytes(row_dtype, k_);
+    const int64_t total = num_ * rows;
+    std::byte* const x = x_.Get(total * row_bytes);
+    auto* const y = reinterpret_cast<float*>(y_.Get(total * n_ * sizeof(float)));
+    std::vector<GemmGroup> groups;
+    for (int64_t i = 0; i < num_; ++i) AddGroups(i, i * rows, rows, &groups);
+    GroupedGemm gemm(
+        {isa, &weights_, groups, x, row_dtype, GemmOutput::kRows, RowFormat::kF32, y, n_});
+    const int64_t threads = pool_->threads();
+    pool_->Run([&](int thread) {
+      for (int64_t r = total * thread / threads; r < total * (thread + 1) / threads; ++r) {
+        LoadGemmRow(isa, dtype_, Row(r), k_, row_dtype, x + r * row_bytes);
+      }
+      pool_->Barrier();
+      gemm.Run(scratch_[thread], [] { return false; });
+    });
+    return absl::OkStatus();
+  }
+
+  // That the last Run() computed the bits of the reference, in its first and its last row.
+  absl::Status Check(Isa isa, int64_t rows) {
+    const ScopedFlushDenormals flush;
+    const auto* const y = reinterpret_cast<const float*>(y_.Get(0));
+    std::vector<float> x(k_), expected(n_);
+    for (const int64_t row : {int64_t{0}, num_ * rows - 1}) {
+      for (int64_t i = 0; i < k_; ++i) x[i] = LoadFloat(dtype_, Row(row), i);
+      ForLoopMatVec(x.data(), matrix_, expected.data());
+      if (std::memcmp(expected.data(), y + row * n_, n_ * sizeof(float)) != 0) {
+        return absl::InternalError(absl::StrCat("row ", row, " of ", BenchName(dtype_), " on ",
+                                                NameOf(isa), " differs from the reference"));
+      }
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  static int64_t MaxRows(const Options& options) {
+    return *std::max_element(options.rows.begin(), options.rows.end());
+  }
+  const std::byte* Row(int64_t row) const {
+    return input_.data() + row % input_.dim(0) * k_ * BytesOf(dtype_);
+  }
+
+  const DType dtype_;
+  const int64_t n_, k_, num_;
+  ComputePool* const pool_;
+  std::vector<Workspace> scratch_;
+  PackedWeights weights_;
+  const Tensor matrix_;
+  const Tensor input_;
+  Workspace x_, y_;
+};
+
+absl::Status Run(const Options& options) {
+  std::vector<Isa> isas;
+  for (const std::string& name : options.isas) {
+    ASSIGN_OR_RETURN(const Isa isa, ParseIsa(name));
+    isas.push_back(isa);
+  }
+  if (isas.empty()) isas = SupportedIsas();
+  std::vector<DType> formats;
+  for (const std::string& name : options.formats) {
+    const absl::StatusOr<DType> dtype = ParseBenchDType(name);
+    if (!dtype.ok()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("formats: expected bf16, fp32 or f16, got \"", name, "\""));
+    }
+    formats.push_back(*dtype);
+  }
+  Probe probe(options.threads, static_cast<size_t>(options.common.probe_mib) << 20);
+  ComputePool pool(options.threads);
+  Report report("gemm");
+  for (const DType dtype : formats) {
+    ShowProgress(absl::StrCat("packing weights in ", BenchName(dtype)));
+    GemmBench bench(options, dtype, &pool);
+    for (const int64_t rows : options.rows) {
+      std::vector<BenchCase> cases;
+      for (const Isa isa : isas) {
+        RETURN_IF_ERROR(bench.Run(isa, rows));
+        RETURN_IF_ERROR(bench.Check(isa, rows));
+        BenchCase one;
+        one.name = absl::StrCat(BenchName(dtype), ", ", NameOf(isa), ", ", rows, " rows");
+        one.ceiling = CeilingOf(isa, dtype, dtype);
+        one.run = [&bench, isa, rows] { return bench.Run(isa, rows); };
+        one.bytes = [&bench] { return bench.bytes(); };
+        one.flops = [&bench, rows] { return bench.flops(rows); };
+        cases.push_back(std::move(one));
+      }
+      ASSIGN_OR_RETURN(
+          const std::vector<Measurement> measurements,
+          Measure(probe, cases, {.repetitions = options.common.repetitions, .warm_up = 0}));
+      for (size_t i = 0; i < cases.size(); ++i) {
+        nlohmann::ordered_json row = {{"case", "gemm"},         {"format", BenchName(dtype)},
+                                      {"isa", NameOf(isas[i])}, {"threads", options.threads},
+                                      {"n", options.n},         {"k", options.k},
+                                      {"experts", bench.num()}, {"rows_per_expert", rows}};
+        AddMeasurement(measurements[i], &row);
+        report.Add(std::move(row));
+      }
+    }
+  }
+  return report.Finish(options.common.json);
+}
+
+}  // namespace
+
+Command AddBenchGemm(CLI::App& app) {
+  auto options = std::make_shared<Options>();
+  app.footer(
+      "Multiplies rows with matrices [N, K] that together are too large for any cache; every "
+      "matrix\n"
+      "is visited once, with as many rows of its own as --rows says. Hidden states have the dtype "
+      "of\n"
+      "the weights. The instruction sets take turns, and each has to give the bits of the scalar\n"
+      "reference first.\n\n"
+      "  expertmesh bench gemm --formats bf16 --isa avx2,avx512bf16 --rows 1,64\n"
+      "  expertmesh bench gemm --n 1536 --k 2048 --threads 1\n\n"
+      "Few rows are bound by memory (one row takes two operations for each weight read), many by "
+      "the\n"
+      "multiply-adds: column `bound`.");
+  AddCommonBenchOptions(app, &options->common, /*repetitions=*/5);
+  AddThreadsOption(app, &options->threads);
+  app.add_option("--n", options->n, "outputs of a matrix")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1 << 16));
+  app.add_option("--k", options->k, "inputs of a matrix")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1 << 16));
+  app.add_option("--weights-mib", options->weights_mib, "weights of each format, at least, in MiB")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1 << 20));
+  app.add_option("--rows", options->rows, "rows per matrix, separated by commas")
+      ->delimiter(',')
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1 << 16));
+  app.add_option("--formats", options->formats, "of the weights, separated by commas")
+      ->delimiter(',')
+      ->capture_default_str();
+  app.add_option("--isa", options->isas,
+                 "instruction sets, separated by commas (default: all of this processor)")
+      ->delimiter(',');
+  return [options] { return Finish(Run(*options)); };
+}
+
+}  // namespace expertmesh
