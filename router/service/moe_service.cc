@@ -16,10 +16,10 @@
 namespace expertmesh {
 namespace {
 
-// A caller with less time than this left is told not to try again: gRPC would repeat the call by
-// itself, the deadline would end that, and the reason would be lost.
-constexpr absl::Duration kNoTimeToRetry = absl::Milliseconds(250);
-constexpr char kRetryPushbackKey[] = "grpc-retry-pushback-ms";  // -1: do not
+// Experts that are missing are so at the next attempt too: with -1, the caller's gRPC does not
+// repeat the call by itself, and the caller hears the reason at once. A router that is stopping
+// does not say so: the next attempt finds another one, or its successor.
+constexpr char kRetryPushbackKey[] = "grpc-retry-pushback-ms";
 
 // Refuses what the contract reserves for later, by name.
 absl::Status CheckSupported(const v1::ForwardRequest& request) {
@@ -111,7 +111,7 @@ class ForwardReactor final : public grpc::ServerUnaryReactor {
       bytes_ += bytes;
       *response_ = *std::move(result);
     }
-    if (absl::IsUnavailable(result.status()) && deadline() - absl::Now() < kNoTimeToRetry) {
+    if (absl::IsUnavailable(result.status())) {
       context_->AddTrailingMetadata(kRetryPushbackKey, "-1");
     }
     Finish(ToGrpcStatus(result.status()));

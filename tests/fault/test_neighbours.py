@@ -42,9 +42,10 @@ def latencies(client: expertmesh.Client, layer: int, x: np.ndarray, expected: tu
 
 
 def assert_undisturbed(during: list[float], before: list[float]) -> None:
-    """Generous, because the machine may be busy with something else; who waits for the disturber waits seconds."""
+    """Generous, because the machine may be busy with something else, and because a round that is stuck holds the next
+    ones of its layer back for a second (BatchingOptions::patience). Who waits for the disturber waits longer."""
     assert statistics.median(during) < 5 * statistics.median(before) + 0.05
-    assert max(during) < max(before) + 1
+    assert max(during) < max(before) + 2
 
 
 # --- clients ---------------------------------------------------------------------------------------------

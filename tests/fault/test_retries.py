@@ -13,7 +13,16 @@ import grpc
 import numpy as np
 import pytest
 from fake_router import FakeRouter, random_layer
-from models import bits, forward, read_safetensors, tokens, write_checkpoint, write_hidden_states
+from models import (
+    bits,
+    forward,
+    read_safetensors,
+    request,
+    stub,
+    tokens,
+    write_checkpoint,
+    write_hidden_states,
+)
 from processes import Processes
 from proxy import BreakingLink
 
@@ -134,3 +143,16 @@ def test_what_a_router_refuses(processes, sdk, code, pushback, attempts):
         outcome = call(sdk, processes, router.address, tokens(24, 3))
     assert "not here, not now" in outcome
     assert len(router.requests) == attempts
+
+
+def test_missing_experts_are_not_asked_for_again(processes, tmp_path):
+    """The router says so to every client's gRPC."""
+    model = write_checkpoint(tmp_path / "model", experts=4, top_k=2)
+    address = processes.router(model, "--startup-grace", 0.1).address()
+    time.sleep(0.2)
+    with pytest.raises(grpc.RpcError) as caught:
+        stub(address).Forward(request(0, tokens(16, 3)), timeout=20)
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert ("grpc-retry-pushback-ms", "-1") in caught.value.trailing_metadata()
+    for sdk in SDKS:
+        assert "no live server holds experts" in call(sdk, processes, address, tokens(16, 3))

@@ -76,7 +76,8 @@ TEST(Large, OneRoundOfMoreThanTwoToThe31Elements) {
   const ModelFolder model(kExperts, kHidden, /*intermediate=*/4);
   LocalClusterOptions options;
   options.engine.threads = 2;
-  options.router.subround_bytes = std::numeric_limits<int64_t>::max();
+  options.router.batching.max_tokens = kTokens;
+  options.router.batching.max_reply_bytes = std::numeric_limits<int64_t>::max();
   const auto cluster = LocalCluster::Start(model.path(), options).value();
   std::mt19937 rng(2);
   const Tensor some = RandomTensor(DType::kBF16, {1000, kHidden}, 1.0f, rng);
