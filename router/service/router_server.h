@@ -16,9 +16,9 @@ namespace expertmesh {
 
 struct RouterServerOptions {
   std::string listen = "127.0.0.1:7070";  // port 0: chosen by the kernel
-  // Started when needed: one for each call whose gate is computed or that waits for servers to come,
-  // and for each layer that works. As many as there may be requests: those who wait for servers
-  // hold back nobody.
+  // Started when needed: one for each call whose gate is computed or that waits for servers to
+  // come, and for each layer that works. As many as there may be requests: those who wait for
+  // servers hold back nobody.
   int threads = 1024;
   AdmissionLimits limits;
   ChannelOptions channel;
