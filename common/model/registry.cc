@@ -1,6 +1,7 @@
 #include "common/model/registry.h"
 
 #include <algorithm>
+#include <cmath>
 #include <set>
 #include <utility>
 
@@ -156,6 +157,10 @@ absl::StatusOr<RouterDescriptor> DescribeGate(const json& config, const Family& 
   ASSIGN_OR_RETURN(const double scale, Get(config, family.scale));
   ASSIGN_OR_RETURN(const int64_t num_groups, GetPositive(config, family.num_groups));
   ASSIGN_OR_RETURN(const int64_t topk_groups, GetPositive(config, family.topk_groups));
+  if (!std::isfinite(static_cast<float>(scale))) {
+    return Invalid(absl::StrJoin(family.scale.names, " or "), "a number that fits in fp32",
+                   absl::StrCat(scale));
+  }
   if (top_k > num_experts) {
     return absl::InvalidArgumentError(
         absl::StrCat("K > E: ", absl::StrJoin(family.top_k.names, "/"), " is ", top_k, ", ",

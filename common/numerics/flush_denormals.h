@@ -29,7 +29,11 @@ class ScopedFlushDenormals {
 // For functions of arithmetic called under a ScopedFlushDenormals: the compiler may move plain
 // floating-point operations across the change of the control register, but not across a call it
 // cannot see into.
+#ifdef __clang__  // makes no clones
+#define KERNEL_NOINLINE __attribute__((noinline))
+#else
 #define KERNEL_NOINLINE __attribute__((noinline, noclone))
+#endif
 
 // Lets the compiler use the FMA instruction for std::fma in one function. Processors without it are
 // refused at start-up (InitProcess), so there is one result everywhere; a program that uses this

@@ -13,53 +13,17 @@
 #include "absl/time/time.h"
 #include "common/rpc/status.h"
 #include "common/rpc/tensor_codec.h"
-#include "common/status.h"
+#include "expert_server/service/slice.h"
 
 namespace expertmesh {
 namespace {
-
-// Left for the header of a message whose rows fill the limit.
-constexpr int64_t kHeaderBytes = 4096;
-
-// A slice as it came in.
-struct Work {
-  v1::DispatchRequest header;
-  Tensor rows;
-  absl::Time deadline = absl::InfiniteFuture();
-};
-
-// `stop` is asked every few positions.
-absl::StatusOr<Tensor> Compute(const ExpertStore& store, const Work& work,
-                               int64_t max_message_bytes, const std::function<bool()>& stop) {
-  if (work.header.phase() != v1::PHASE_FORWARD) {
-    return absl::UnimplementedError(absl::StrCat("phase: only PHASE_FORWARD is computed, got ",
-                                                 static_cast<int>(work.header.phase())));
-  }
-  // Before the reply is allocated: its size is what the sender says, not what it sent.
-  if (work.rows.shape().size() == 2) {
-    const int64_t row_bytes = work.rows.dim(1) * BytesOf(ReplyDType(work.rows.dtype()));
-    if (row_bytes > 0 &&
-        work.header.gather_size() > (max_message_bytes - kHeaderBytes) / row_bytes) {
-      return absl::ResourceExhaustedError(
-          absl::StrCat("gather: ", work.header.gather_size(), " rows of ", row_bytes,
-                       " bytes do not fit in a reply of ", max_message_bytes, " bytes"));
-    }
-  }
-  absl::StatusOr<Tensor> rows = store.Forward(
-      work.header.layer(), work.header.expert_ids(), work.header.m_sizes(), work.header.gather(),
-      work.rows, [&] { return stop() || absl::Now() >= work.deadline; });
-  if (absl::IsCancelled(rows.status()) && absl::Now() >= work.deadline) {
-    return absl::DeadlineExceededError("the deadline passed before the slice was computed");
-  }
-  return rows;
-}
 
 // Told to a router whose slice found the queue full.
 constexpr absl::Duration kRetryAfter = absl::Milliseconds(100);
 
 // A slice on its way through the stream.
 struct Job {
-  Work work;
+  Slice slice;
   std::atomic<bool> cancelled = false;  // nobody waits for it any more
   bool started = false;                 // guarded by the stream's mutex
 };
@@ -115,11 +79,11 @@ class DispatchStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, gr
       ++under_way_;
     }
     auto job = std::make_shared<Job>();
-    Work& work = job->work;
-    const absl::Status status = DecodeWithTensor(bytes, "rows", &work.header, &work.rows);
-    const uint64_t round_id = work.header.round_id();
-    if (work.header.timeout_us() > 0) {
-      work.deadline = absl::Now() + absl::Microseconds(work.header.timeout_us());
+    Slice& slice = job->slice;
+    const absl::Status status = DecodeWithTensor(bytes, "rows", &slice.header, &slice.rows);
+    const uint64_t round_id = slice.header.round_id();
+    if (slice.header.timeout_us() > 0) {
+      slice.deadline = absl::Now() + absl::Microseconds(slice.header.timeout_us());
     }
     if (!status.ok() && round_id == 0) {  // nobody could tell which slice the error belongs to
       absl::MutexLock lock(&mutex_);
@@ -131,7 +95,7 @@ class DispatchStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, gr
     }
     if (!status.ok()) {
       Send(round_id, Answer(round_id, status));
-    } else if (work.header.phase() == v1::PHASE_CANCEL) {
+    } else if (slice.header.phase() == v1::PHASE_CANCEL) {
       Cancel(round_id);
     } else {
       {
@@ -169,11 +133,11 @@ class DispatchStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, gr
  private:
   // Computes and answers one slice; on a thread of the executor.
   void Run(Job& job) {
-    const uint64_t round_id = job.work.header.round_id();
+    const uint64_t round_id = job.slice.header.round_id();
     const auto stop = [this, &job] { return job.cancelled || Broken(); };
     absl::StatusOr<Tensor> rows = absl::CancelledError("nobody waits for the slice any more");
     try {
-      if (Begin(job)) rows = Compute(*store_, job.work, max_message_bytes_, stop);
+      if (Begin(job)) rows = ComputeSlice(*store_, job.slice, max_message_bytes_, stop);
       Send(round_id, Answer(round_id, rows));
     } catch (const std::bad_alloc&) {
       Send(round_id, Answer(round_id, absl::ResourceExhaustedError(
@@ -194,7 +158,7 @@ class DispatchStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, gr
     const auto found = jobs_.find(round_id);
     if (found == jobs_.end()) return;  // answered already
     found->second->cancelled = true;
-    if (!found->second->started) found->second->work.rows = Tensor();  // it may wait for long yet
+    if (!found->second->started) found->second->slice.rows = Tensor();  // it may wait for long yet
   }
 
   bool Broken() {

@@ -931,6 +931,9 @@ TEST_F(CheckpointTest, RefusesGroupsThatCannotBe) {
   EXPECT_THAT(refusal({{"n_group", 12}, {"topk_group", 12}}), HasSubstr("groups of one expert"));
   EXPECT_THAT(refusal({{"moe_k", 3}, {"moe_topk", 2}}), HasSubstr("contradict"));
   EXPECT_THAT(refusal({{"routed_scaling_factor", "2"}}), HasSubstr("a number"));
+  EXPECT_THAT(
+      refusal({{"routed_scaling_factor", 1e39}}),
+      AllOf(HasSubstr("routed_scaling_factor"), HasSubstr("fits in fp32"), HasSubstr("1e+39")));
   Folder folder = InventedFolder(true);
   folder.tensors.erase("deep.1.ffn.router.selection");
   Write(folder);
