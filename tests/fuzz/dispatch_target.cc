@@ -1,0 +1,128 @@
+#include <algorithm>
+#include <cstring>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "common/model/checkpoint.h"
+#include "common/status.h"
+#include "expert_server/engine/expert_store.h"
+#include "expert_server/service/slice.h"
+#include "tests/fuzz/check.h"
+#include "tests/fuzz/decode.h"
+#include "tests/fuzz/targets.h"
+#include "tests/random_tensor.h"
+
+namespace expertmesh::fuzz {
+namespace {
+
+constexpr int64_t kMaxMessageBytes = 64 << 10;
+
+// Two layers of 4 experts: 0 (F32, D = 4) and 2 (BF16, D = 9, no multiple of anything).
+class TinyCheckpoint final : public Checkpoint {
+ public:
+  TinyCheckpoint() {
+    model_.model_type = "tiny";
+    model_.num_hidden_layers = 3;
+    for (const int32_t index : {0, 2}) {
+      LayerDescription layer;
+      layer.layer = index;
+      layer.router.num_experts = 4;
+      layer.router.top_k = 2;
+      layer.experts.hidden_size = index == 0 ? 4 : 9;
+      layer.experts.intermediate_size = index == 0 ? 2 : 3;
+      layer.experts.weight_dtype = index == 0 ? DType::kF32 : DType::kBF16;
+      model_.layers.push_back(layer);
+    }
+  }
+  const ModelDescription& model() const override { return model_; }
+  const std::string& fingerprint() const override { return model_.model_type; }
+  int64_t ExpertBytes(int32_t) const override { return 1; }
+  const std::vector<std::string>& skipped_tensors() const override { return skipped_; }
+  const std::string& layout() const override { return model_.model_type; }
+  absl::StatusOr<RouterWeights> ReadRouter(int32_t) const override {
+    return absl::UnimplementedError("the gate is not fuzzed here");
+  }
+  absl::StatusOr<ExpertWeights> ReadExpert(int32_t layer, int32_t expert) const override {
+    const ExpertDescriptor& shape = model_.Find(layer)->experts;
+    std::mt19937 rng(static_cast<unsigned>(layer * 4 + expert));
+    ExpertWeights weights;
+    weights.gate_up = RandomTensor(shape.weight_dtype,
+                                   {2 * shape.intermediate_size, shape.hidden_size}, 0.5f, rng);
+    weights.down =
+        RandomTensor(shape.weight_dtype, {shape.hidden_size, shape.intermediate_size}, 0.5f, rng);
+    return weights;
+  }
+
+ private:
+  ModelDescription model_;
+  std::vector<std::string> skipped_;
+};
+
+// Experts 0, 2 and 3 of both layers.
+const ExpertStore& Store() {
+  static const ExpertStore* store = [] {
+    const std::vector<int32_t> experts = {0, 2, 3};
+    auto loaded = ExpertStore::Load(TinyCheckpoint(), {{0, experts}, {2, experts}},
+                                    MakeForLoopExperts, [](const LoadProgress&) {});
+    FUZZ_CHECK(loaded.ok());
+    return std::move(loaded)->release();
+  }();
+  return *store;
+}
+
+bool Never() { return false; }
+
+// What one row gives alone, in a slice of its own.
+void CheckAlone(const Slice& slice, int32_t expert, int32_t row, const std::byte* expected) {
+  const int64_t width = slice.rows.dim(1);
+  const int64_t row_bytes = width * BytesOf(slice.rows.dtype());
+  Slice alone;
+  alone.header.set_layer(slice.header.layer());
+  alone.header.set_phase(v1::PHASE_FORWARD);
+  alone.header.add_expert_ids(expert);
+  alone.header.add_m_sizes(1);
+  alone.header.add_gather(0);
+  alone.rows = Tensor(slice.rows.dtype(), {1, width});
+  std::memcpy(alone.rows.data(), slice.rows.data() + row * row_bytes,
+              static_cast<size_t>(row_bytes));
+  const auto answer = ComputeSlice(Store(), alone, kMaxMessageBytes, Never);
+  FUZZ_CHECK(answer.ok());
+  FUZZ_CHECK(std::memcmp(answer->data(), expected, answer->num_bytes()) == 0);
+}
+
+// A slice: what comes back has the promised form, and the bits that its rows have alone.
+absl::Status Compute(Bytes message) {
+  Slice slice;
+  RETURN_IF_ERROR(CheckedDecode(message, "rows", &slice.header, &slice.rows));
+  ASSIGN_OR_RETURN(const Tensor answer, ComputeSlice(Store(), slice, kMaxMessageBytes, Never));
+
+  const auto& gather = slice.header.gather();
+  const auto pairs = std::count_if(gather.begin(), gather.end(), [](int32_t r) { return r >= 0; });
+  FUZZ_CHECK(answer.dtype() == ReplyDType(slice.rows.dtype()));
+  FUZZ_CHECK(answer.shape() == (std::vector<int64_t>{pairs, slice.rows.dim(1)}));
+  // Looked at for the last row.
+  const int64_t row_bytes = slice.rows.dim(1) * BytesOf(answer.dtype());
+  int position = gather.size();
+  for (int group = slice.header.expert_ids_size() - 1; group >= 0; --group) {
+    for (int64_t i = 0; i < slice.header.m_sizes(group); ++i) {
+      if (gather[--position] < 0) continue;
+      CheckAlone(slice, slice.header.expert_ids(group), gather[position],
+                 answer.data() + (pairs - 1) * row_bytes);
+      return absl::OkStatus();
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+void Dispatch(Bytes message) {
+  if (Compute(message).ok()) return;
+  v1::DispatchResponse answer;
+  Tensor rows;
+  CheckedDecode(message, "rows", &answer, &rows).IgnoreError();
+}
+
+}  // namespace expertmesh::fuzz
