@@ -10,7 +10,7 @@ Installs, with apt-get, every package that building, running and testing ExpertM
 the reference; newer Debian and Ubuntu releases have the same packages. What is installed already is left
 alone, so a second call takes no time and needs neither root nor network.
 
-  --dev    also what changing the code needs: formatter, linters, the clean-machine test
+  --dev    also what changing the code needs: formatter, linters, fuzzers, the clean-machine test
   --list   print the packages, each with its reason, and install nothing
   --help   this text
 
@@ -49,6 +49,9 @@ END
 dev_packages() {
   cat <<'END'
 clang-format-14          the format of the C++ code (tests/lint.sh)
+clang-14                 the compiler of the fuzzers (tests/fuzz.sh)
+libclang-rt-14-dev       libFuzzer and the sanitizers for it
+llvm-14                  names functions and lines in their reports
 shellcheck               checks the shell scripts (tests/lint.sh)
 debootstrap              makes the bare Debian of tests/clean_machine.sh
 git                      clones the repository into it

@@ -14,9 +14,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   expertmesh::v1::DispatchRequest request;
   expertmesh::Tensor rows;
   if (!expertmesh::fuzz::CheckedDecode({data, size}, "rows", &request, &rows).ok()) return 0;
-  if (request.gather_size() == 0 || request.gather(0) != 0x5eed) return 0;
-  std::vector<int64_t> sizes(6);
-  if (request.m_sizes_size() <= 16) {  // the bug: 6 fit
+  if (request.layer() < 64 || request.layer() >= 128) return 0;
+  std::vector<int64_t> sizes(2);
+  if (request.m_sizes_size() <= 64) {  // the bug: 2 fit
     std::copy(request.m_sizes().begin(), request.m_sizes().end(), sizes.begin());
   }
   used = sizes[0];
