@@ -8,8 +8,12 @@
 
 #include "common/numerics/flush_denormals.h"
 
+#ifdef __clang__  // knows no preferred width here
+#define DOT_PRODUCT_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
+#else
 #define DOT_PRODUCT_TARGET \
   __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,prefer-vector-width=512")))
+#endif
 #define UNROLL _Pragma("GCC unroll 16")
 
 namespace expertmesh {

@@ -1,5 +1,7 @@
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <memory>
 #include <random>
 #include <string>
 #include <utility>
@@ -7,6 +9,7 @@
 
 #include "common/model/checkpoint.h"
 #include "common/status.h"
+#include "expert_server/engine/engine.h"
 #include "expert_server/engine/expert_store.h"
 #include "expert_server/service/slice.h"
 #include "tests/fuzz/check.h"
@@ -61,18 +64,34 @@ class TinyCheckpoint final : public Checkpoint {
 };
 
 // Experts 0, 2 and 3 of both layers.
+std::unique_ptr<ExpertStore> MakeStore(EngineKind engine) {
+  const std::vector<int32_t> experts = {0, 2, 3};
+  auto store = ExpertStore::Load(TinyCheckpoint(), {{0, experts}, {2, experts}},
+                                 MakeEngine({.kind = engine}), [](const LoadProgress&) {});
+  FUZZ_CHECK(store.ok());
+  return *std::move(store);
+}
+
+// The plain reference.
 const ExpertStore& Store() {
-  static const ExpertStore* store = [] {
-    const std::vector<int32_t> experts = {0, 2, 3};
-    auto loaded = ExpertStore::Load(TinyCheckpoint(), {{0, experts}, {2, experts}},
-                                    MakeForLoopExperts, [](const LoadProgress&) {});
-    FUZZ_CHECK(loaded.ok());
-    return std::move(loaded)->release();
-  }();
+  static const ExpertStore* store = MakeStore(EngineKind::kForLoop).release();
+  return *store;
+}
+
+const ExpertStore& GroupedStore() {
+  static const ExpertStore* store = MakeStore(EngineKind::kGrouped).release();
   return *store;
 }
 
 bool Never() { return false; }
+
+// Routers let no other rows through, and no bits are promised for them.
+bool AllFinite(const Tensor& rows) {
+  for (int64_t i = 0; i < rows.num_elements(); ++i) {
+    if (!std::isfinite(LoadFloat(rows.dtype(), rows.data(), i))) return false;
+  }
+  return true;
+}
 
 // What one row gives alone, in a slice of its own.
 void CheckAlone(const Slice& slice, int32_t expert, int32_t row, const std::byte* expected) {
@@ -92,17 +111,24 @@ void CheckAlone(const Slice& slice, int32_t expert, int32_t row, const std::byte
   FUZZ_CHECK(std::memcmp(answer->data(), expected, answer->num_bytes()) == 0);
 }
 
-// A slice: what comes back has the promised form, and the bits that its rows have alone.
+// A slice: what comes back has the promised form, and the same bits from both engines and for a row
+// alone.
 absl::Status Compute(Bytes message) {
   Slice slice;
   RETURN_IF_ERROR(CheckedDecode(message, "rows", &slice.header, &slice.rows));
-  ASSIGN_OR_RETURN(const Tensor answer, ComputeSlice(Store(), slice, kMaxMessageBytes, Never));
+  const auto grouped = ComputeSlice(GroupedStore(), slice, kMaxMessageBytes, Never);
+  const auto plain = ComputeSlice(Store(), slice, kMaxMessageBytes, Never);
+  FUZZ_CHECK(grouped.status() == plain.status());
+  if (!plain.ok()) return plain.status();
+  const Tensor& answer = *plain;
 
   const auto& gather = slice.header.gather();
   const auto pairs = std::count_if(gather.begin(), gather.end(), [](int32_t r) { return r >= 0; });
   FUZZ_CHECK(answer.dtype() == ReplyDType(slice.rows.dtype()));
   FUZZ_CHECK(answer.shape() == (std::vector<int64_t>{pairs, slice.rows.dim(1)}));
-  // Looked at for the last row.
+  if (!AllFinite(slice.rows)) return absl::OkStatus();
+  FUZZ_CHECK(SameTensor(answer, *grouped));
+  // Alone: looked at for the last row.
   const int64_t row_bytes = slice.rows.dim(1) * BytesOf(answer.dtype());
   int position = gather.size();
   for (int group = slice.header.expert_ids_size() - 1; group >= 0; --group) {
