@@ -87,7 +87,7 @@ TileKernels MakeDotProductTiles() {
   AddTiles(std::make_integer_sequence<int, kMaxTileRows>(), kernels);
   for (int& panels : kernels.panels) panels = kBlockPanels;
   kernels.single_pass_rows = 6;
-  kernels.chunk_lines = 128;
+  kernels.chunk_lines = 1024;
   return kernels;
 }
 

@@ -187,7 +187,7 @@ TileKernels MakeTiles() {
   AddTile<Lines, 5>(kernels);
   AddTile<Lines, 6>(kernels);
   kernels.single_pass_rows = kManyRegisters ? 6 : 2;
-  kernels.chunk_lines = (kManyRegisters ? 256 : 128) / Lines::kSteps;
+  kernels.chunk_lines = kManyRegisters ? 1024 : 512;
   return kernels;
 }
 

@@ -49,7 +49,9 @@ struct TileKernels {
   int panels[kMaxTileRows + 1] = {};  // that one call computes: 1, 2 or 4
   // Up to this many rows, a block runs through all of k in one go, straight from memory.
   int single_pass_rows = 0;
-  // Otherwise k is cut into chunks of this many lines, which stay in cache for all tiles.
+  // Otherwise k is cut into chunks of this many lines, so that a block's chunk and the next one stay
+  // in the second-level cache while all tiles run over it: the larger, the less often the sums go
+  // through memory.
   int64_t chunk_lines = 0;
 };
 
