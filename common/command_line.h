@@ -16,11 +16,13 @@ inline void AddEngineOptions(CLI::App& app, EngineKind* engine, Isa* isa) {
   };
   app.add_option_function<std::string>(
          "--engine", [=](const std::string& name) { store(ParseEngineKind(name), engine); },
-         "what computes: grouped (vectorised) or for_loop (the slow reference); the same bits")
+         "what computes GEMMs: grouped (vectorised) or for_loop (the slow reference, on one "
+         "thread); "
+         "the same bits")
       ->default_str(NameOf(*engine));
   app.add_option_function<std::string>(
          "--isa", [=](const std::string& name) { store(ParseIsa(name), isa); },
-         "instruction set of grouped: avx2, avx512, avx512bf16 or auto, this machine's best; the "
+         "instruction set: avx2, avx512, avx512bf16 or auto, this machine's best; the "
          "same bits")
       ->default_str("auto");
 }

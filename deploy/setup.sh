@@ -7,7 +7,8 @@ usage() {
 usage: deploy/setup.sh [--dev] [--list]
 
 Installs, with apt-get, every package that building, running and testing ExpertMesh needs. Debian 12 is
-the reference; newer Debian and Ubuntu releases have the same packages. What is installed already is left
+the reference; newer Debian and Ubuntu releases have the same packages, but for the versions of clang that --dev
+names. What is installed already is left
 alone, so a second call takes no time and needs neither root nor network.
 
   --dev    also what changing the code needs: formatter, linters, fuzzers, the clean-machine test

@@ -76,6 +76,9 @@ int Main(int argc, char** argv) {
   spdlog::info("expertmesh-expert-server {}: model {}, shard {}/{}, {} threads, {} on {}",
                VersionText(), model, options.shard, options.num_shards, options.engine.threads,
                NameOf(options.engine.kind), NameOf(options.engine.isa));
+  if (options.engine.kind == EngineKind::kForLoop) {
+    spdlog::info("for_loop is scalar and has one thread, whatever --isa and --threads say");
+  }
   std::unique_ptr<ExpertServer> server;
   {
     const absl::StatusOr<std::shared_ptr<const Checkpoint>> checkpoint = Checkpoint::Open(model);

@@ -57,14 +57,15 @@ fuzz() {
 
 # fuzz_all: every target, as many at a time as there are processors.
 fuzz_all() {
-  local target failed=false
+  local target pid pids=() failed=false
   for target in "${TARGETS[@]}"; do
-    while [[ $(jobs -rp | wc -l) -ge $(nproc) ]]; do wait -n || failed=true; done
+    while [[ $(jobs -rp | wc -l) -ge $(nproc) ]]; do wait -n || true; done
     mkdir -p "$BUILD/found/$target" "$DATA/regressions/$target"
     fuzz "$target" "$BUILD/found/$target" "$DATA/corpus/$target" "$DATA/regressions/$target" \
       "$BUILD/inputs/known/$target" &
+    pids+=($!)
   done
-  for target in $(jobs -p); do wait "$target" || failed=true; done
+  for pid in "${pids[@]}"; do wait "$pid" || failed=true; done  # also those that ended long ago
   if $failed; then fail "a fuzzer failed"; fi
 }
 

@@ -69,8 +69,11 @@ absl::Status Run(const Options& options) {
       const std::unique_ptr<Client> client,
       Client::Create(options.router, {.timeout = absl::Seconds(options.timeout_seconds)}));
   // The same model in this one process, with one server: what every cluster must equal.
+  LocalClusterOptions plain_loops;
+  plain_loops.engine.kind = EngineKind::kForLoop;
+  plain_loops.router.engine = EngineKind::kForLoop;
   ASSIGN_OR_RETURN(const std::unique_ptr<LocalCluster> reference,
-                   LocalCluster::Start(options.model, {.engine = {.kind = EngineKind::kForLoop}}));
+                   LocalCluster::Start(options.model, plain_loops));
   ASSIGN_OR_RETURN(const v1::GetModelResponse model, client->GetModel());
   if (model.model_fingerprint() != reference->checkpoint().fingerprint()) {
     return absl::FailedPreconditionError(absl::StrCat(

@@ -23,7 +23,8 @@ class ComputePool {
   int threads() const { return threads_; }
 
   // Calls work(i) for i in [0, threads), on a thread each and under ScopedFlushDenormals; i = 0 is
-  // the caller. Returns when all have returned.
+  // the caller. Returns when all have returned. `work` must not throw: the others would wait for
+  // ever.
   void Run(absl::FunctionRef<void(int thread)> work);
 
   // Called by work on every thread as often: waits until all of them have come.

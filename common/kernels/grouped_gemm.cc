@@ -69,8 +69,7 @@ GroupedGemm::Task GroupedGemm::TaskAt(int64_t number) const {
 }
 
 void GroupedGemm::Run(Workspace& scratch, const std::function<bool()>& stop) {
-  auto* const c =
-      reinterpret_cast<float*>(scratch.Get(sizeof(float) * kBlockColumns * kMaxGroupRows));
+  auto* const c = reinterpret_cast<float*>(scratch.Get(kGemmScratchBytes));
   int64_t rows_until_question = kStopInterval;
   // A task is claimed before the one at hand is computed, so that its weights can be fetched.
   for (int64_t number = next_task_++; number < num_tasks_;) {

@@ -24,6 +24,9 @@ struct GemmGroup {
 };
 constexpr int64_t kMaxGroupRows = 512;
 
+// What GroupedGemm::Run takes of its scratch: the sums of one block.
+constexpr size_t kGemmScratchBytes = sizeof(float) * kBlockColumns * kMaxGroupRows;
+
 // Appends the rows of one matrix as groups of about equal size.
 void AddGroups(int64_t index, int64_t first_row, int64_t rows, std::vector<GemmGroup>* groups);
 

@@ -302,10 +302,7 @@ HWY_NOINLINE void StoreBlock(const float* c, int64_t rows, int64_t columns, RowF
         if (format == RowFormat::kBF16) {
           StoreFloat(DType::kBF16, row, begin + done, from[done]);
         } else {
-          const float value = format == RowFormat::kF32OfBF16
-                                  ? FloatFromBF16(BF16FromFloat(from[done]))
-                                  : from[done];
-          StoreFloat(DType::kF32, row, begin + done, value);
+          StoreFloat(DType::kF32, row, begin + done, from[done]);
         }
       }
     }

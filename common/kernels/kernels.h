@@ -49,9 +49,9 @@ struct TileKernels {
   int panels[kMaxTileRows + 1] = {};  // that one call computes: 1, 2 or 4
   // Up to this many rows, a block runs through all of k in one go, straight from memory.
   int single_pass_rows = 0;
-  // Otherwise k is cut into chunks of this many lines, so that a block's chunk and the next one stay
-  // in the second-level cache while all tiles run over it: the larger, the less often the sums go
-  // through memory.
+  // Otherwise k is cut into chunks of this many lines, so that a block's chunk and the next one
+  // stay in the second-level cache while all tiles run over it: the larger, the less often the sums
+  // go through memory.
   int64_t chunk_lines = 0;
 };
 
@@ -77,7 +77,8 @@ struct Kernels {
   void (*silu_glu)(const float* c, int64_t rows, int64_t columns, RowFormat format, void* h,
                    int64_t stride);
 
-  // Stores a block. c: [4][rows][16]; columns: those that exist (0 to 64); nothing else is written.
+  // Stores a block, as kF32 or kBF16. c: [4][rows][16]; columns: those that exist (0 to 64);
+  // nothing else is written.
   void (*store)(const float* c, int64_t rows, int64_t columns, RowFormat format, void* y,
                 int64_t stride);
 

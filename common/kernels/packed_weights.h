@@ -33,11 +33,9 @@ class PackedWeights {
   DType dtype() const { return dtype_; }
   int64_t n() const { return n_; }
   int64_t k() const { return k_; }
-  Columns columns() const { return columns_; }
   // k per line, and lines per panel.
   int64_t k_per_line() const { return dtype_ == DType::kF32 ? 1 : 2; }
   int64_t lines() const { return (k_ + k_per_line() - 1) / k_per_line(); }
-  int64_t padded_k() const { return lines() * k_per_line(); }
   int64_t panel_bytes() const { return lines() * kLineBytes; }
   // Blocks of 4 panels per matrix.
   int64_t blocks() const { return blocks_; }

@@ -11,6 +11,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
+#include "common/kernels/kernels.h"
 #include "common/model/fingerprint.h"
 #include "common/model/registry.h"
 #include "common/model/shards.h"
@@ -65,34 +66,6 @@ struct LayerTensors {
   std::vector<Matrix> gate_up;  // one or two
   Matrix down;
 };
-
-// Index of the first element whose exponent is all ones (NaN or infinity), or -1.
-template <typename T>
-int64_t FindNonFinite(const void* data, int64_t count, T exponent) {
-  constexpr int64_t kBlock = 1024;  // a fixed count lets the compiler vectorise the search
-  const T* values = static_cast<const T*>(data);
-  int64_t i = 0;
-  for (; i + kBlock <= count; i += kBlock) {
-    T found = 0;
-    for (int64_t j = 0; j < kBlock; ++j) found |= (values[i + j] & exponent) == exponent;
-    if (found) break;
-  }
-  for (; i < count; ++i) {
-    if ((values[i] & exponent) == exponent) return i;
-  }
-  return -1;
-}
-
-int64_t FindNonFinite(DType dtype, const void* data, int64_t count) {
-  switch (dtype) {
-    case DType::kBF16:
-      return FindNonFinite<uint16_t>(data, count, 0x7f80u);
-    case DType::kF16:
-      return FindNonFinite<uint16_t>(data, count, 0x7c00u);
-    default:
-      return FindNonFinite<uint32_t>(data, count, 0x7f800000u);
-  }
-}
 
 // Copies a matrix as the file has it to its rows of `destination`.
 template <typename T>
@@ -358,7 +331,7 @@ absl::Status FolderCheckpoint::ReadFinite(const std::string& name, int64_t first
   const DType dtype = location.info->dtype;
   RETURN_IF_ERROR(
       location.file->Read(name, first * BytesOf(dtype), count * BytesOf(dtype), destination));
-  int64_t bad = FindNonFinite(dtype, destination, count);
+  int64_t bad = KernelsOf(BestIsa()).find_not_finite(dtype, destination, count);
   if (bad < 0) return absl::OkStatus();
   const float value = LoadFloat(dtype, destination, bad);
   bad += first;

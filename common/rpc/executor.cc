@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <exception>
 #include <utility>
 
 namespace expertmesh {
@@ -14,6 +15,7 @@ Executor::~Executor() {
   {
     absl::MutexLock lock(&mutex_);
     stopping_ = true;
+    wake_.SignalAll();
     threads.swap(threads_);
   }
   for (std::thread& thread : threads) thread.join();
@@ -24,23 +26,33 @@ bool Executor::TryRun(absl::AnyInvocable<void()> task) {
   if (queue_.size() >= max_queued_) return false;
   queue_.push_back(std::move(task));
   // Once stopping, the threads that are there run the rest.
-  if (!stopping_ && queue_.size() > idle_ && threads_.size() < max_threads_) {
-    threads_.emplace_back([this] { Work(); });
-    pthread_setname_np(threads_.back().native_handle(), name_.c_str());
+  if (!stopping_ && queue_.size() > idle_ && threads_.size() < max_threads_ && !StartThread() &&
+      threads_.empty()) {
+    task = std::move(queue_.back());  // to be destroyed without the lock
+    queue_.pop_back();
+    return false;
   }
+  wake_.Signal();
+  return true;
+}
+
+bool Executor::StartThread() {
+  try {
+    threads_.emplace_back([this] { Work(); });
+  } catch (const std::exception&) {  // std::system_error: a limit of the system; std::bad_alloc
+    return false;
+  }
+  pthread_setname_np(threads_.back().native_handle(), name_.c_str());
   return true;
 }
 
 void Executor::Work() {
-  const auto ready = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
-    return stopping_ || !queue_.empty();
-  };
   while (true) {
     absl::AnyInvocable<void()> task;
     {
       absl::MutexLock lock(&mutex_);
       ++idle_;
-      mutex_.Await(absl::Condition(&ready));
+      while (queue_.empty() && !stopping_) wake_.Wait(&mutex_);
       --idle_;
       if (queue_.empty()) return;
       task = std::move(queue_.front());

@@ -22,18 +22,21 @@ class Executor {
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
 
-  // False, with `task` not run, when max_queued tasks wait already.
+  // False, with `task` not run, when max_queued tasks wait already, and when the system has no
+  // thread for it and none runs yet.
   [[nodiscard]] bool TryRun(absl::AnyInvocable<void()> task);
 
   size_t max_queued() const { return max_queued_; }
 
  private:
   void Work();
+  bool StartThread() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const std::string name_;
   const size_t max_threads_;
   const size_t max_queued_;
   absl::Mutex mutex_;
+  absl::CondVar wake_;  // one idle thread for each task
   std::deque<absl::AnyInvocable<void()>> queue_ ABSL_GUARDED_BY(mutex_);
   size_t idle_ ABSL_GUARDED_BY(mutex_) = 0;  // threads that wait for a task
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;

@@ -13,6 +13,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
+#include "common/kernels/isa.h"
 
 namespace expertmesh {
 
@@ -25,10 +26,10 @@ std::string VersionText() {
 }
 
 absl::Status InitProcess(const std::string& name) {
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) {
+  if (SupportedIsas().empty()) {
     return absl::FailedPreconditionError(
-        "this processor lacks AVX2 or FMA; without them results would differ from every other "
-        "machine's");
+        "this processor lacks one of AVX2, FMA, F16C, BMI, BMI2; without them results would differ "
+        "from every other machine's");
   }
   // gRPC reads into slices of 64 KiB; with the default thresholds they go back to the kernel after
   // every call and are faulted in again at the next.

@@ -21,7 +21,7 @@ std::string VersionText();
 
 // To be called once, before any gRPC object exists: memory allocator and lock settings for tensor
 // traffic, logs to standard error under `name`, broken pipes ignored. FAILED_PRECONDITION on a
-// processor without AVX2 or FMA.
+// processor that has none of SupportedIsas().
 absl::Status InitProcess(const std::string& name);
 
 // How a daemon ends: by SIGTERM or SIGINT, or because it asks for it. One per process, made before

@@ -4,7 +4,10 @@
 #include <google/protobuf/duration.pb.h>
 #include <google/protobuf/io/coded_stream.h>
 #include <google/protobuf/io/zero_copy_stream_impl_lite.h>
+#include <google/protobuf/unknown_field_set.h>
 #include <google/protobuf/wire_format_lite.h>
+
+#include <vector>
 
 #include "absl/strings/cord.h"
 #include "absl/strings/str_cat.h"
@@ -24,6 +27,21 @@ void AppendField(int number, const std::string& bytes, std::string* message) {
   google::protobuf::io::StringOutputStream stream(message);
   google::protobuf::io::CodedOutputStream coded(&stream);
   WireFormatLite::WriteString(number, bytes, &coded);
+}
+
+// The values of a field of strings or messages; none where `message` is malformed.
+std::vector<std::string> Fields(int number, const std::string& message) {
+  google::protobuf::UnknownFieldSet fields;
+  std::vector<std::string> values;
+  if (!fields.ParseFromString(message)) return values;
+  for (int i = 0; i < fields.field_count(); ++i) {
+    const google::protobuf::UnknownField& field = fields.field(i);
+    if (field.number() == number &&
+        field.type() == google::protobuf::UnknownField::TYPE_LENGTH_DELIMITED) {
+      values.push_back(field.length_delimited());
+    }
+  }
+  return values;
 }
 
 // A serialised google.rpc.Status, or nothing where there are no payloads.
@@ -64,6 +82,18 @@ absl::Status RetryLater(const std::string& what, absl::Duration after) {
   return status;
 }
 
+std::optional<absl::Duration> RetryAfter(const absl::Status& status) {
+  const absl::optional<absl::Cord> info = status.GetPayload(kRetryInfo);
+  if (!info) return std::nullopt;
+  for (const std::string& field : Fields(1, std::string(*info))) {
+    google::protobuf::Duration delay;
+    if (delay.ParseFromString(field)) {
+      return absl::Seconds(delay.seconds()) + absl::Nanoseconds(delay.nanos());
+    }
+  }
+  return std::nullopt;
+}
+
 grpc::Status ToGrpcStatus(const absl::Status& status) {
   std::string message(status.message());
   if (message.size() > kMaxMessageBytes) message = message.substr(0, kMaxMessageBytes) + "...";
@@ -72,7 +102,12 @@ grpc::Status ToGrpcStatus(const absl::Status& status) {
 }
 
 absl::Status FromGrpcStatus(const grpc::Status& status) {
-  return absl::Status(static_cast<absl::StatusCode>(status.error_code()), status.error_message());
+  absl::Status result(static_cast<absl::StatusCode>(status.error_code()), status.error_message());
+  for (const std::string& detail : Fields(3, status.error_details())) {
+    google::protobuf::Any any;
+    if (any.ParseFromString(detail)) result.SetPayload(any.type_url(), absl::Cord(any.value()));
+  }
+  return result;
 }
 
 }  // namespace expertmesh

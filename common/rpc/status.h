@@ -3,6 +3,7 @@
 
 #include <grpcpp/support/status.h>
 
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
@@ -13,6 +14,9 @@ namespace expertmesh {
 // RESOURCE_EXHAUSTED, for a queue that is full: `what`, and when to try again, in the text and as a
 // google.rpc.RetryInfo in the payload.
 absl::Status RetryLater(const std::string& what, absl::Duration after);
+
+// When to try again, where the status says so.
+std::optional<absl::Duration> RetryAfter(const absl::Status& status);
 
 // Messages are cut after 2 KiB. Payloads travel as the details of a google.rpc.Status
 // (grpc-status-details-bin), where standard clients look for them.

@@ -213,6 +213,20 @@ absl::Status DecodeWithTensor(const grpc::ByteBuffer& buffer, const std::string&
   return absl::OkStatus();
 }
 
+uint64_t VarintField(const grpc::ByteBuffer& buffer, int field) {
+  grpc::ByteBuffer bytes = buffer;  // as above
+  grpc::ProtoBufferReader reader(&bytes);
+  if (!reader.status().ok()) return 0;
+  CodedInputStream input(&reader);
+  const uint32_t wanted = static_cast<uint32_t>(field) << 3 | WireFormatLite::WIRETYPE_VARINT;
+  while (const uint32_t tag = input.ReadTag()) {
+    uint64_t value = 0;
+    if (tag == wanted) return input.ReadVarint64(&value) ? value : 0;
+    if (!WireFormatLite::SkipField(&input, tag)) return 0;
+  }
+  return 0;
+}
+
 void ToProto(const Tensor& tensor, v1::Tensor* message) {
   message->set_dtype(ToProto(tensor.dtype()));
   message->mutable_shape()->Assign(tensor.shape().begin(), tensor.shape().end());

@@ -42,6 +42,10 @@ grpc::ByteBuffer Encode(const google::protobuf::Message& message);
 absl::Status DecodeWithTensor(const grpc::ByteBuffer& buffer, const std::string& field,
                               google::protobuf::Message* message, Tensor* tensor);
 
+// The first value of a varint field of an encoded message; 0 if it has none. Decodes nothing else
+// and allocates next to nothing: says what a message is about that there is no memory for.
+uint64_t VarintField(const grpc::ByteBuffer& buffer, int field);
+
 // Copies between a tensor and its message form; for small ones.
 void ToProto(const Tensor& tensor, v1::Tensor* message);
 absl::StatusOr<Tensor> FromProto(const v1::Tensor& message, const std::string& field);

@@ -2,15 +2,30 @@
 
 #include <malloc.h>
 
+#include <chrono>
 #include <utility>
 
-#include "absl/time/clock.h"
 #include "common/model/contiguous_shard.h"
 #include "common/status.h"
 #include "common/text.h"
 #include "expert_server/engine/memory.h"
 
 namespace expertmesh {
+namespace {
+
+// RESOURCE_EXHAUSTED when what is still to be loaded does not fit.
+absl::Status CheckMemory(const LoadProgress& load) {
+  const int64_t needed = load.bytes_total - load.bytes_done;
+  const int64_t available = AvailableMemoryBytes();
+  if (needed <= available) return absl::OkStatus();
+  return absl::ResourceExhaustedError(
+      absl::StrCat("the experts of this server need ", load.bytes_total, " bytes (",
+                   HumanBytes(load.bytes_total), "), of which ", HumanBytes(load.bytes_done),
+                   " are loaded, but only ", available, " bytes (", HumanBytes(available),
+                   ") of memory are available; use more servers or machines"));
+}
+
+}  // namespace
 
 absl::StatusOr<ExpertStore::Held> ExpertStore::ShardOf(const ModelDescription& model, int32_t shard,
                                                        int32_t num_shards) {
@@ -41,16 +56,11 @@ absl::StatusOr<std::unique_ptr<ExpertStore>> ExpertStore::Load(
     }
   }
   LoadProgress load = {0, BytesOf(checkpoint, held)};
-  const int64_t available = AvailableMemoryBytes();
-  if (load.bytes_total > available) {
-    return absl::ResourceExhaustedError(absl::StrCat(
-        "the experts of this server need ", load.bytes_total, " bytes (",
-        HumanBytes(load.bytes_total), "), but only ", available, " bytes (", HumanBytes(available),
-        ") of memory are available; use more servers or machines"));
-  }
   std::unique_ptr<ExpertStore> store(new ExpertStore());
   store->held_ = held;
   for (const auto& [layer_index, expert_ids] : held) {
+    // Again for every layer: other servers of this machine may load at the same time.
+    RETURN_IF_ERROR(CheckMemory(load));
     const LayerDescription* description = checkpoint.model().Find(layer_index);
     Layer layer;
     layer.hidden_size = description->experts.hidden_size;
@@ -99,10 +109,11 @@ absl::StatusOr<Tensor> ExpertStore::Forward(int32_t layer_index,
   int64_t pairs = 0;
   for (const int32_t row : gather) pairs += row >= 0;
   Tensor output(ReplyDType(rows.dtype()), {pairs, layer.hidden_size});
-  const int64_t start = absl::GetCurrentTimeNanos();
+  const auto start = std::chrono::steady_clock::now();
   RETURN_IF_ERROR(layer.experts->Forward(batch, output.data()));
+  const std::chrono::nanoseconds all = std::chrono::steady_clock::now() - start;
   gather_ns_ += static_cast<uint64_t>(gather_ns);
-  gemm_ns_ += static_cast<uint64_t>(absl::GetCurrentTimeNanos() - start - gather_ns);
+  gemm_ns_ += static_cast<uint64_t>(all.count() - gather_ns);
   rows_computed_ += static_cast<uint64_t>(pairs);
   return output;
 }

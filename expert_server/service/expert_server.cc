@@ -28,6 +28,9 @@ absl::StatusOr<std::unique_ptr<ExpertServer>> ExpertServer::Start(
   // What is no address now will never be one: no reason to load first and to wait then.
   RETURN_IF_ERROR(CheckAddress("router", options.router));
   if (!options.advertise.empty()) RETURN_IF_ERROR(CheckAddress("advertise", options.advertise));
+  const std::string name =
+      options.name.empty() ? absl::StrCat("server-", options.shard) : options.name;
+  RETURN_IF_ERROR(CheckServerName("name", name));
   std::unique_ptr<ExpertServer> server(new ExpertServer(options));
   // The port first: a busy one should be known before minutes of loading.
   ASSIGN_OR_RETURN(server->listening_,
@@ -42,8 +45,6 @@ absl::StatusOr<std::unique_ptr<ExpertServer>> ExpertServer::Start(
       server->store_,
       ExpertStore::Load(checkpoint, held,
                         options.experts ? options.experts : MakeEngine(options.engine), progress));
-  const std::string name =
-      options.name.empty() ? absl::StrCat("server-", options.shard) : options.name;
   server->service_.SetStore(server->store_.get(), {name, checkpoint.fingerprint()});
   SetServing(*server->listening_.server, {kService}, true);
 

@@ -33,7 +33,7 @@ class ExpertServer {
  public:
   // Listens, then loads (blocking; `progress` after each expert), then registers and serves.
   // `on_refused` as for Registrar. Errors of StartServer, ExpertStore::Load; INVALID_ARGUMENT for a
-  // bad shard and for what is no address.
+  // bad shard, for what is no address and for what is no name (CheckServerName).
   static absl::StatusOr<std::unique_ptr<ExpertServer>> Start(
       const Checkpoint& checkpoint, const ExpertServerOptions& options,
       const std::function<void(const LoadProgress&)>& progress,

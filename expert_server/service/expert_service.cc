@@ -21,9 +21,13 @@ namespace {
 // Told to a router whose slice found the queue full.
 constexpr absl::Duration kRetryAfter = absl::Milliseconds(100);
 
+// A stream on which more than so many messages' bytes wait is not read from.
+constexpr int64_t kWindowMessages = 4;
+
 // A slice on its way through the stream.
 struct Job {
   Slice slice;
+  int64_t bytes = 0;  // its share of the stream's held_; guarded by the stream's mutex
   std::atomic<bool> cancelled = false;  // nobody waits for it any more
   bool started = false;                 // guarded by the stream's mutex
 };
@@ -37,6 +41,10 @@ grpc::ByteBuffer QueueFull(uint64_t round_id, size_t limit) {
   return Encode(response);
 }
 
+absl::Status OutOfMemory() {
+  return absl::ResourceExhaustedError("the server is out of memory for this slice");
+}
+
 grpc::ByteBuffer Answer(uint64_t round_id, const absl::StatusOr<Tensor>& rows) {
   v1::DispatchResponse response;
   response.set_round_id(round_id);
@@ -44,6 +52,15 @@ grpc::ByteBuffer Answer(uint64_t round_id, const absl::StatusOr<Tensor>& rows) {
   response.set_code(static_cast<int32_t>(rows.status().code()));
   response.set_message(std::string(rows.status().message()));
   return Encode(response);
+}
+
+// What the answer to a slice will take, more or less; at most `most`, as larger ones are refused.
+int64_t ReplyBytes(const Slice& slice, int64_t most) {
+  if (slice.rows.shape().size() != 2) return 0;
+  const double bytes = static_cast<double>(slice.header.gather_size()) *
+                       static_cast<double>(slice.rows.dim(1)) *
+                       BytesOf(ReplyDType(slice.rows.dtype()));
+  return bytes < static_cast<double>(most) ? static_cast<int64_t>(bytes) : most;
 }
 
 // One stream. Shared by gRPC (until OnDone) and the slices under way.
@@ -63,6 +80,7 @@ class DispatchStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, gr
       return;
     }
     StartSendInitialMetadata();  // tells the router that it is connected, and to whom
+    reading_ = true;
     StartRead(&incoming_);
   }
 
@@ -80,7 +98,13 @@ class DispatchStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, gr
     }
     auto job = std::make_shared<Job>();
     Slice& slice = job->slice;
-    const absl::Status status = DecodeWithTensor(bytes, "rows", &slice.header, &slice.rows);
+    absl::Status status;
+    try {
+      status = DecodeWithTensor(bytes, "rows", &slice.header, &slice.rows);
+    } catch (const std::bad_alloc&) {
+      status = OutOfMemory();
+      slice.header.set_round_id(VarintField(bytes, v1::DispatchRequest::kRoundIdFieldNumber));
+    }
     const uint64_t round_id = slice.header.round_id();
     if (slice.header.timeout_us() > 0) {
       slice.deadline = absl::Now() + absl::Microseconds(slice.header.timeout_us());
@@ -101,21 +125,26 @@ class DispatchStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, gr
       {
         absl::MutexLock lock(&mutex_);
         jobs_.emplace(round_id, job);
+        job->bytes = static_cast<int64_t>(bytes.Length()) + ReplyBytes(slice, max_message_bytes_);
+        held_ += job->bytes;
       }
       if (!executor_->TryRun([self = shared_from_this(), job] { self->Run(*job); })) {
-        Send(round_id, QueueFull(round_id, executor_->max_queued()));
+        Send(round_id, QueueFull(round_id, executor_->max_queued()), job.get());
       }
     }
     absl::MutexLock lock(&mutex_);
-    StartRead(&incoming_);
+    reading_ = false;
+    MaybeRead();
   }
 
   void OnWriteDone(bool ok) override {
     absl::MutexLock lock(&mutex_);
     writing_ = false;
     if (!ok) broken_ = true;
+    held_ -= static_cast<int64_t>(outgoing_.front().Length());
     outgoing_.pop_front();
     WriteNext();
+    MaybeRead();
     MaybeFinish();
   }
 
@@ -138,10 +167,9 @@ class DispatchStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, gr
     absl::StatusOr<Tensor> rows = absl::CancelledError("nobody waits for the slice any more");
     try {
       if (Begin(job)) rows = ComputeSlice(*store_, job.slice, max_message_bytes_, stop);
-      Send(round_id, Answer(round_id, rows));
+      Send(round_id, Answer(round_id, rows), &job);
     } catch (const std::bad_alloc&) {
-      Send(round_id, Answer(round_id, absl::ResourceExhaustedError(
-                                          "the server is out of memory for this slice")));
+      Send(round_id, Answer(round_id, OutOfMemory()), &job);
     }
   }
 
@@ -158,7 +186,9 @@ class DispatchStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, gr
     const auto found = jobs_.find(round_id);
     if (found == jobs_.end()) return;  // answered already
     found->second->cancelled = true;
-    if (!found->second->started) found->second->slice.rows = Tensor();  // it may wait for long yet
+    if (found->second->started) return;
+    found->second->slice.rows = Tensor();  // it may wait for long yet
+    held_ -= std::exchange(found->second->bytes, 0);
   }
 
   bool Broken() {
@@ -166,24 +196,38 @@ class DispatchStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, gr
     return broken_;
   }
 
-  // Answers one slice; on any thread.
-  void Send(uint64_t round_id, grpc::ByteBuffer answer) {
+  // Answers one slice, or a message (null `job`) that never became one; on any thread.
+  void Send(uint64_t round_id, grpc::ByteBuffer answer, const Job* job = nullptr) {
     absl::MutexLock lock(&mutex_);
     --under_way_;
+    if (job != nullptr) held_ -= job->bytes;
     jobs_.erase(round_id);
     if (!finished_) {
+      held_ += static_cast<int64_t>(answer.Length());
       outgoing_.push_back(std::move(answer));
       WriteNext();
     }
+    MaybeRead();
     MaybeFinish();
   }
 
   void WriteNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (writing_) return;
-    if (broken_) outgoing_.clear();
+    if (broken_) {
+      for (const grpc::ByteBuffer& lost : outgoing_) held_ -= static_cast<int64_t>(lost.Length());
+      outgoing_.clear();
+    }
     if (outgoing_.empty()) return;
     writing_ = true;
     StartWrite(&outgoing_.front());
+  }
+
+  // Unless that is under way, or slices and answers for a router that does not read pile up: then
+  // those who take them away come back here. With nothing held there is always room.
+  void MaybeRead() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if (reading_ || reads_done_ || held_ > kWindowMessages * max_message_bytes_) return;
+    reading_ = true;
+    StartRead(&incoming_);
   }
 
   // Once the router has stopped and every slice has been answered.
@@ -203,7 +247,9 @@ class DispatchStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, gr
   std::shared_ptr<DispatchStream> self_ ABSL_GUARDED_BY(mutex_);  // until OnDone
   grpc::ByteBuffer incoming_ ABSL_GUARDED_BY(mutex_);
   std::deque<grpc::ByteBuffer> outgoing_ ABSL_GUARDED_BY(mutex_);  // the first is being written
-  int under_way_ ABSL_GUARDED_BY(mutex_) = 0;  // requests that have been read, without an answer
+  bool reading_ ABSL_GUARDED_BY(mutex_) = false;  // from StartRead until the message is dealt with
+  int64_t held_ ABSL_GUARDED_BY(mutex_) = 0;      // bytes of jobs_ and outgoing_
+  int under_way_ ABSL_GUARDED_BY(mutex_) = 0;     // requests that have been read, without an answer
   std::map<uint64_t, std::shared_ptr<Job>> jobs_ ABSL_GUARDED_BY(mutex_);  // the slices among them
   bool writing_ ABSL_GUARDED_BY(mutex_) = false;
   bool reads_done_ ABSL_GUARDED_BY(mutex_) = false;

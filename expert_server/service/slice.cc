@@ -22,10 +22,12 @@ absl::StatusOr<Tensor> ComputeSlice(const ExpertStore& store, const Slice& slice
     const int64_t width = slice.rows.dim(1);  // anything, where there are no rows
     const int64_t most =
         (max_message_bytes - kHeaderBytes) / BytesOf(ReplyDType(slice.rows.dtype()));
-    if (width > 0 && slice.header.gather_size() > most / width) {
-      return absl::ResourceExhaustedError(
-          absl::StrCat("gather: ", slice.header.gather_size(), " rows of ", width,
-                       " elements do not fit in a reply of ", max_message_bytes, " bytes"));
+    int64_t pairs = 0;  // padding is not answered
+    for (const int32_t row : slice.header.gather()) pairs += row >= 0;
+    if (width > 0 && pairs > most / width) {
+      return absl::ResourceExhaustedError(absl::StrCat("gather: ", pairs, " rows of ", width,
+                                                       " elements do not fit in a reply of ",
+                                                       max_message_bytes, " bytes"));
     }
   }
   absl::StatusOr<Tensor> rows = store.Forward(

@@ -1,6 +1,7 @@
 #include "router/dispatch/batcher.h"
 
 #include <algorithm>
+#include <new>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -10,10 +11,22 @@
 namespace expertmesh {
 namespace {
 
+absl::Status OutOfMemory() {
+  return absl::ResourceExhaustedError("the router is out of memory for this call");
+}
+
+// Nothing more is to be done for the call: the rounds that refer to it may last long yet, and must
+// not keep its rows until then. The leader's alone.
+void FreeRows(BatchedCall& call) {
+  call.call = ForwardCall();
+  call.result = ForwardResult();
+}
+
 // Nothing more is to be done for the part.
 void Close(Round::Part& part) {
   part.closed = true;
-  --part.call->rounds;
+  BatchedCall& call = *part.call;
+  if (--call.rounds == 0 && call.answered()) FreeRows(call);
 }
 
 // Answers the call, at the next opportunity, unless that has happened.
@@ -92,7 +105,10 @@ Batcher::Steps Batcher::NextSteps(absl::Time now) {
     young_rounds_ += now < (*round)->start + options_.patience;
     ++round;
   }
-  std::erase_if(queue_, [](const auto& call) { return call->answered(); });
+  std::erase_if(queue_, [](const auto& call) {
+    if (call->answered() && call->rounds == 0) FreeRows(*call);
+    return call->answered();
+  });
   steps.start = TakeRound(now);
   return steps;
 }
@@ -181,6 +197,7 @@ std::shared_ptr<Round> Batcher::TakeRound(absl::Time now) {
 
   auto round = std::make_shared<Round>();
   round->start = now;
+  round->dtype = dtype;
   int64_t room = capacity;
   std::deque<std::shared_ptr<BatchedCall>> rest, cut;
   for (std::shared_ptr<BatchedCall>& call : queue_) {
@@ -217,15 +234,26 @@ void Batcher::Run(Steps steps) {
   if (steps.start != nullptr) Start(steps.start);
   for (const auto& [round, p] : steps.ready) {
     const Round::Part& part = round->parts[p];
-    const absl::Time combine = absl::Now();
-    CombinePart(layer_, *round, part, isa_);
-    counters_->combine_ns += absl::ToInt64Nanoseconds(absl::Now() - combine);
     BatchedCall& call = *part.call;
+    if (call.answered()) continue;  // by the failure of another of its rounds, and its rows freed
+    const absl::Time combine = absl::Now();
+    absl::Status combined;
+    try {
+      CombinePart(layer_, *round, part, isa_);
+    } catch (const std::bad_alloc&) {
+      combined = OutOfMemory();
+    }
+    counters_->combine_ns += absl::ToInt64Nanoseconds(absl::Now() - combine);
     call.combined += part.tokens;
-    if (call.combined < call.tokens() || call.answered()) continue;
+    if (combined.ok() && call.combined < call.tokens()) continue;
     ForwardDone done = std::move(call.done);
     call.done = nullptr;
-    std::move(done)(std::move(call.result));
+    if (combined.ok()) {
+      std::move(done)(std::move(call.result));
+    } else {
+      std::move(done)(combined);
+    }
+    if (call.rounds == 0) FreeRows(call);
   }
 }
 
@@ -239,7 +267,12 @@ void Batcher::Start(const std::shared_ptr<Round>& round) {
     Close(part);
   }
   const absl::Time plan = absl::Now();
-  absl::StatusOr<std::vector<ExpertSlice>> planned = PlanSlices(layer_, placement, round.get());
+  absl::StatusOr<std::vector<ExpertSlice>> planned = OutOfMemory();
+  try {
+    planned = PlanSlices(layer_, placement, round.get());
+  } catch (const std::bad_alloc&) {  // what is there of the slices has not been sent
+    round->slices.clear();
+  }
   for (Round::Part& part : round->parts) {
     if (part.closed) continue;
     if (planned.ok()) {
@@ -266,11 +299,10 @@ void Batcher::Start(const std::shared_ptr<Round>& round) {
 }
 
 void Batcher::OnReply(Round& round, size_t s, absl::StatusOr<Tensor> rows) {
-  // `slice` but for `over` and `failure` and the parts' calls are as they were at the dispatch.
+  // `slice` but for `over` and `failure` is as it was at the dispatch.
   Round::Slice& slice = round.slices[s];
   if (rows.ok()) {
-    const DType expected =
-        ReplyDType(round.parts[slice.parts.front()].call->call.hidden_states.dtype());
+    const DType expected = ReplyDType(round.dtype);
     if (rows->dtype() != expected || rows->shape() != slice.reply_shape) {
       rows = absl::InternalError(absl::StrCat(
           "expected reply rows ", NameOf(expected), " ", ShapeToString(slice.reply_shape), ", got ",

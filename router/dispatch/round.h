@@ -55,6 +55,7 @@ struct Round {
     absl::Status failure;  // how it was answered
   };
 
+  DType dtype = DType::kF32;  // of the parts' hidden states
   absl::Time start;
   absl::Time planned;  // between planning and gathering
   absl::Time sent;     // when handing out the slices began

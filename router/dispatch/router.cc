@@ -1,6 +1,7 @@
 #include "router/dispatch/router.h"
 
 #include <algorithm>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -56,9 +57,13 @@ absl::StatusOr<std::unique_ptr<Router>> Router::Create(std::shared_ptr<const Che
 void Router::Forward(ForwardCall call, ForwardDone done) {
   auto batched = std::make_shared<BatchedCall>();
   batched->call = std::move(call);
-  if (const absl::Status status = Prepare(batched.get()); !status.ok()) {
-    return std::move(done)(status);
+  absl::Status status;
+  try {
+    status = Prepare(batched.get());
+  } catch (const std::bad_alloc&) {
+    status = absl::ResourceExhaustedError("the router is out of memory for this call");
   }
+  if (!status.ok()) return std::move(done)(status);
   if (batched->tokens() == 0) return std::move(done)(std::move(batched->result));
   batched->done = std::move(done);
   Layer& layer = layers_.at(batched->call.layer);

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "common/rpc/server_identity.h"
 #include "common/status.h"
 #include "common/text.h"
 
@@ -37,8 +38,9 @@ Membership::Membership(const ModelDescription& model, std::string fingerprint, s
 }
 
 absl::StatusOr<uint64_t> Membership::Register(const ServerRegistration& registration) {
-  if (registration.name.empty() || registration.address.empty()) {
-    return absl::InvalidArgumentError("registration: name and address must not be empty");
+  RETURN_IF_ERROR(CheckServerName("registration.name", registration.name));
+  if (registration.address.empty()) {
+    return absl::InvalidArgumentError("registration.address: must not be empty");
   }
   if (registration.numerics != numerics_) {
     return absl::FailedPreconditionError(

@@ -4,6 +4,7 @@
 #include <deque>
 #include <limits>
 #include <map>
+#include <new>
 #include <optional>
 #include <utility>
 
@@ -50,8 +51,9 @@ struct Connection {
 void Release(std::unique_ptr<Connection> connection) {
   static Executor* const releaser = new Executor(
       "release", 1, std::numeric_limits<size_t>::max());  // lives as long as the process
-  const bool queued = releaser->TryRun([connection = std::move(connection)] {});
-  (void)queued;  // the queue has no limit
+  Connection* const dropped = connection.release();
+  const bool queued = releaser->TryRun([dropped] { delete dropped; });
+  (void)queued;  // the queue has no limit; if the system has no thread to spare, it is leaked
 }
 
 }  // namespace
@@ -147,7 +149,13 @@ class GrpcExpertBackend::Stream final
     }
     v1::DispatchResponse header;
     Tensor rows;
-    const absl::Status status = DecodeWithTensor(bytes, "rows", &header, &rows);
+    absl::Status status;
+    try {
+      status = DecodeWithTensor(bytes, "rows", &header, &rows);
+    } catch (const std::bad_alloc&) {
+      status = absl::ResourceExhaustedError("the router is out of memory for the server's reply");
+      header.set_round_id(VarintField(bytes, v1::DispatchResponse::kRoundIdFieldNumber));
+    }
     Done done;
     {
       absl::MutexLock lock(&mutex_);
@@ -161,7 +169,9 @@ class GrpcExpertBackend::Stream final
       MaybeHalfClose();
     }
     if (done) {
-      if (!status.ok()) {
+      if (absl::IsResourceExhausted(status)) {
+        std::move(done)(status);
+      } else if (!status.ok()) {
         std::move(done)(absl::InternalError(
             absl::StrCat("malformed reply of the server: ", std::string(status.message()))));
       } else if (header.retry_after_ms() > 0) {

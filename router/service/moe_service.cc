@@ -3,6 +3,7 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <new>
 #include <string>
 #include <utility>
 
@@ -57,6 +58,10 @@ absl::StatusOr<ForwardCall> Decode(const Router& router, const grpc::ByteBuffer&
   return call;
 }
 
+absl::Status OutOfMemory() {
+  return absl::ResourceExhaustedError("the router is out of memory for this call");
+}
+
 grpc::ByteBuffer EncodeResult(const ForwardResult& result, bool with_logits) {
   v1::ForwardResponse response;
   ToProto(result.routing.topk_ids, response.mutable_topk_ids());
@@ -84,26 +89,27 @@ class ForwardReactor final : public grpc::ServerUnaryReactor {
   static void Run(const std::shared_ptr<ForwardReactor>& self, Router* router) {
     if (self->cancelled_) return self->Answer(absl::CancelledError("the caller has given up"));
     v1::ForwardRequest request;
-    absl::StatusOr<ForwardCall> call = Decode(*router, *self->request_, &request);
+    absl::StatusOr<ForwardCall> call = OutOfMemory();
+    try {
+      call = Decode(*router, *self->request_, &request);
+    } catch (const std::bad_alloc&) {
+    }
     if (!call.ok()) return self->Answer(call.status());
     call->deadline = self->deadline();
     call->cancelled = [self] { return self->cancelled_.load(); };
     router->Forward(*std::move(call), [self, with_logits = request.return_router_logits()](
                                           absl::StatusOr<ForwardResult> result) {
       if (!result.ok()) return self->Answer(result.status());
-      self->Answer(EncodeResult(*result, with_logits));
+      absl::StatusOr<grpc::ByteBuffer> encoded = OutOfMemory();
+      try {
+        encoded = EncodeResult(*result, with_logits);
+      } catch (const std::bad_alloc&) {
+      }
+      self->Answer(std::move(encoded));
     });
   }
 
-  void OnCancel() override { cancelled_ = true; }
-  void OnDone() override {
-    on_done_(bytes_);
-    self_.reset();
-  }
-
- private:
-  absl::Time deadline() const { return absl::FromChrono(context_->deadline()); }
-
+  // To be called once.
   void Answer(absl::StatusOr<grpc::ByteBuffer> result) {
     if (result.ok()) {
       const int64_t bytes = static_cast<int64_t>(result->Length());
@@ -116,6 +122,15 @@ class ForwardReactor final : public grpc::ServerUnaryReactor {
     }
     Finish(ToGrpcStatus(result.status()));
   }
+
+  void OnCancel() override { cancelled_ = true; }
+  void OnDone() override {
+    on_done_(bytes_);
+    self_.reset();
+  }
+
+ private:
+  absl::Time deadline() const { return absl::FromChrono(context_->deadline()); }
 
   grpc::CallbackServerContext* const context_;
   const grpc::ByteBuffer* const request_;
@@ -182,8 +197,10 @@ grpc::ServerUnaryReactor* MoeServiceImpl::Forward(grpc::CallbackServerContext* c
       context, request, response, [this](int64_t bytes) { Release(0, -bytes); },
       [this](int64_t bytes) { Release(1, bytes); });
   reactor->Keep(reactor);
-  const bool queued = executor_->TryRun([this, reactor] { ForwardReactor::Run(reactor, router_); });
-  (void)queued;  // there is room for every request that is let in
+  // There is room for every request that is let in, but not always a thread.
+  if (!executor_->TryRun([this, reactor] { ForwardReactor::Run(reactor, router_); })) {
+    reactor->Answer(RetryLater("the router has no thread for the request", kRetryAfter));
+  }
   return reactor.get();
 }
 

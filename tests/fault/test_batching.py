@@ -84,12 +84,15 @@ def test_wrong_requests_among_good_ones(processes, tmp_path, options):
     expected = [reply_bits(moe.Forward(one, timeout=60)) for one in good]
     not_finite = x[:30].copy()
     not_finite[17, 5] = np.nan
-    float64 = request(0, x[:1])
-    float64.hidden_states.dtype = tensor_pb2.DATA_TYPE_I64
+    integers = np.zeros((1, 64), np.int64)
+    int64 = request(0, x[:1])
+    int64.hidden_states.CopyFrom(
+        tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_I64, shape=integers.shape, data=integers.tobytes())
+    )
     wrong = {
         "row 1017 ": request(0, not_finite, first_row=1000),
         "expected [T, 64], got [1, 65]": request(0, tokens(65, 1)),
-        "hidden_states": float64,
+        "hidden_states.dtype: expected F32, BF16 or F16, got I64": int64,
         "layer: ": request(7, x[:1]),
     }
     for _ in range(5):

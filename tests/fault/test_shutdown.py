@@ -120,7 +120,7 @@ def test_serve_is_stopped_before_its_router_listens(processes, tmp_path, number)
     router.chmod(0o755)
     serve = processes.start(tmp_path / "expertmesh", "serve", "--model", OLMOE, "--port", 0, name="serve")
     [child] = wait_until("the router is started", lambda: children(serve))
-    wait_until("it sleeps", lambda: command_line(child)[0] == "sleep")
+    wait_until("it sleeps", lambda: command_line(child)[:1] == ["sleep"])
     start = time.monotonic()
     serve.signal(number)
     assert serve.wait() == 0

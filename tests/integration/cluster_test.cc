@@ -32,6 +32,14 @@
 namespace expertmesh {
 namespace {
 
+// A cluster in one process that is all plain loops: what everything else is compared with.
+LocalClusterOptions ForLoops() {
+  LocalClusterOptions options;
+  options.engine.kind = EngineKind::kForLoop;
+  options.router.engine = EngineKind::kForLoop;
+  return options;
+}
+
 using testing::HasSubstr;
 
 std::string ModelDir(const std::string& name) {
@@ -133,14 +141,27 @@ void ExpectSame(const MoeOutput& whole, int64_t begin, const absl::StatusOr<MoeO
   ExpectRows(whole.topk_weights, begin, part->topk_weights);
 }
 
+TEST(ExpertServer, RefusesANameThatCannotStandInMetadata) {
+  const auto checkpoint = Checkpoint::Open(ModelDir("olmoe-bf16-e11k2-saved")).value();
+  ExpertServerOptions options;
+  options.listen = "no address";  // looked at after the name
+  for (const char* name : {"two words", "caf\xc3\xa9", "line\n"}) {
+    options.name = name;
+    const auto server = ExpertServer::Start(
+        *checkpoint, options, [](const LoadProgress&) {}, [](const absl::Status&) {});
+    EXPECT_EQ(server.status().code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(std::string(server.status().message()),
+                testing::StartsWith("name: expected 1 to 128 printable ASCII"));
+  }
+}
+
 class SameBits : public testing::TestWithParam<std::tuple<std::string, int>> {};
 
 TEST_P(SameBits, AsOneProcess) {
   const auto& [name, servers] = GetParam();
   Cluster cluster(ModelDir(name));
   cluster.AddServers(servers);
-  const auto one_process =
-      LocalCluster::Start(ModelDir(name), {.engine = {.kind = EngineKind::kForLoop}}).value();
+  const auto one_process = LocalCluster::Start(ModelDir(name), ForLoops()).value();
   const auto local_many =
       LocalCluster::Start(ModelDir(name), {.servers = servers, .engine = {.threads = 2}}).value();
   const auto client = cluster.NewClient();
@@ -182,7 +203,7 @@ class ClusterTest : public testing::Test {
 };
 
 TEST_F(ClusterTest, ConcurrentClientsGetTheBitsOfALoneOne) {
-  const auto local = LocalCluster::Start(dir_, {.engine = {.kind = EngineKind::kForLoop}});
+  const auto local = LocalCluster::Start(dir_, ForLoops());
   for (const BatchingOptions& batching :
        {BatchingOptions{}, BatchingOptions{.rounds_per_layer = 0},
         BatchingOptions{.wait = absl::Milliseconds(1), .max_tokens = 16}}) {
@@ -455,10 +476,8 @@ TEST(Cluster, ASmallMessageLimitHoldsBetweenRouterAndServersToo) {
   cluster.AddServers(1);
   const LayerDescription& layer = cluster.model().layers[0];
   const Tensor rows = RandomRows(DType::kF32, 200, layer.experts.hidden_size, 4);
-  const MoeOutput expected = LocalCluster::Start(dir, {.engine = {.kind = EngineKind::kForLoop}})
-                                 .value()
-                                 ->Forward(layer.layer, rows)
-                                 .value();
+  const MoeOutput expected =
+      LocalCluster::Start(dir, ForLoops()).value()->Forward(layer.layer, rows).value();
   ClientOptions options;
   options.max_message_bytes = small.max_message_bytes;
   ExpectSame(expected, 0, cluster.NewClient(options)->Forward(layer.layer, rows));
@@ -468,10 +487,8 @@ TEST_F(ClusterTest, CallsWaitForServersThatComeLate) {
   Cluster cluster(dir_);
   const LayerDescription& layer = cluster.model().layers[0];
   const Tensor rows = RandomRows(DType::kF32, 5, layer.experts.hidden_size, 2);
-  const MoeOutput expected = LocalCluster::Start(dir_, {.engine = {.kind = EngineKind::kForLoop}})
-                                 .value()
-                                 ->Forward(layer.layer, rows)
-                                 .value();
+  const MoeOutput expected =
+      LocalCluster::Start(dir_, ForLoops()).value()->Forward(layer.layer, rows).value();
   std::thread late([&] {
     absl::SleepFor(absl::Milliseconds(300));
     cluster.AddServers(2);

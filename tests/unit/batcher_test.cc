@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <functional>
 #include <limits>
 #include <memory>
@@ -23,11 +24,25 @@
 #include "common/text.h"
 #include "tests/unit/router_cluster.h"
 
+namespace {
+
+// Where tensors get their memory. More than this at once is refused.
+std::atomic<size_t> largest_allocation = std::numeric_limits<size_t>::max();
+
+}  // namespace
+
+extern "C" void* aligned_alloc(size_t alignment, size_t size) noexcept {
+  void* memory = nullptr;
+  return size <= largest_allocation && posix_memalign(&memory, alignment, size) == 0 ? memory
+                                                                                     : nullptr;
+}
+
 namespace expertmesh {
 namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 using ::testing::UnorderedElementsAre;
 
 constexpr absl::Duration kLong = absl::Seconds(30);  // nothing takes so long, on any machine
@@ -109,8 +124,8 @@ class Caller {
       ++asked_;
       return cancelled_.load();
     };
-    thread_ = std::thread([this, &router, call = std::move(call)] {
-      router.Forward(call, [this](absl::StatusOr<ForwardResult> answer) {
+    thread_ = std::thread([this, &router, call = std::move(call)]() mutable {
+      router.Forward(std::move(call), [this](absl::StatusOr<ForwardResult> answer) {
         absl::MutexLock lock(&mutex_);
         result_ = std::move(answer);
         answered_ = true;
@@ -531,6 +546,71 @@ TEST_F(BatcherTest, ARowThatIsNotFiniteFailsOnlyItsCall) {
 }
 
 // Random sizes, threads and order of the replies, calls that leave in the middle.
+// While one lives, no tensor gets more bytes than these.
+class MemoryLimit {
+ public:
+  explicit MemoryLimit(size_t bytes) { largest_allocation = bytes; }
+  ~MemoryLimit() { largest_allocation = std::numeric_limits<size_t>::max(); }
+};
+
+TEST_F(BatcherTest, WhatThereIsNoMemoryForFailsAndTheOthersGoOn) {
+  constexpr size_t kRowBytes = kHidden * sizeof(float);
+  const auto router = Cluster(1);
+  const auto first = Start(*router, 0, 1);
+  WaitUntil("the first round", [&] { return desk_.waiting() == 1; });
+  const auto second = Start(*router, 0, 60);
+  second->WaitQueued();
+  const auto third = Start(*router, 60, 60);
+  third->WaitQueued();
+  ForwardCall too_large = Call(Slice(tokens_, 0, 101));
+  Desk::Task task = desk_.Take();
+  absl::StatusOr<Tensor> reply = Compute(*task.store, task.slice);
+  {
+    MemoryLimit limit(100 * kRowBytes);
+    Caller large(*router, std::move(too_large));
+    EXPECT_THAT(large.text(), HasSubstr("RESOURCE_EXHAUSTED: the router is out of memory"));
+    std::move(task.done)(std::move(reply));  // the second and the third are gathered for one round
+    for (Caller* caller : {second.get(), third.get()}) {
+      EXPECT_THAT(caller->text(), HasSubstr("RESOURCE_EXHAUSTED: the router is out of memory"));
+    }
+  }
+  EXPECT_EQ(desk_.waiting(), 0u);
+  EXPECT_THAT(desk_.cancelled(), IsEmpty());
+  ExpectTokens(*first, 0, 1);
+  const auto last = Start(*router, 0, 120);
+  EXPECT_EQ(desk_.Serve(), 120);
+  ExpectTokens(*last, 0, 120);
+}
+
+// A round lasts until its last caller goes; the rows of those that have gone do not.
+TEST_F(BatcherTest, RowsGoWithTheirCall) {
+  const auto router = ThreeServers();
+  const int64_t alone = TokenOf({0}), both = TokenOf({0, 1});
+  const auto first = Start(*router, TokenOf({2}), 1);  // so that the others share a round
+  WaitUntil("the first round", [&] { return desk_.waiting() == 1; });
+  // Answered, and given up.
+  std::vector<std::weak_ptr<std::byte>> rows;
+  std::vector<std::unique_ptr<Caller>> callers;
+  for (const int64_t token : {alone, both, both}) {
+    ForwardCall call = Call(Slice(tokens_, token, 1));
+    rows.push_back(call.hidden_states.buffer());
+    callers.push_back(std::make_unique<Caller>(*router, std::move(call)));
+    callers.back()->WaitQueued();
+  }
+  EXPECT_EQ(desk_.Serve(2), 1);
+  Desk::Task held = desk_.Take(1);
+  EXPECT_EQ(desk_.Serve(0), 3);
+  ExpectTokens(*callers[0], alone, 1);
+  callers[1]->Cancel();
+  EXPECT_THAT(callers[1]->text(), HasSubstr("CANCELLED"));
+  WaitUntil("their rows are gone", [&] { return rows[0].expired() && rows[1].expired(); });
+  EXPECT_FALSE(rows[2].expired());
+  EXPECT_FALSE(callers[2]->answered());
+  std::move(held.done)(Compute(*held.store, held.slice));
+  ExpectTokens(*callers[2], both, 1);
+  ExpectTokens(*first, TokenOf({2}), 1);
+}
+
 TEST_F(BatcherTest, EveryMergeHasTheSameBits) {
   for (const BatchingOptions& batching :
        {BatchingOptions{}, BatchingOptions{.rounds_per_layer = 0},

@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "absl/synchronization/blocking_counter.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
@@ -126,6 +127,70 @@ TEST(Executor, DropsATaskOnceItHasRun) {
   Executor executor("test", 1, 10);
   ASSERT_TRUE(executor.TryRun([held = std::move(held)] {}));
   EXPECT_TRUE(Eventually([&weak] { return weak.expired(); }));
+}
+
+// While one lives, no thread can be started: its stack would not fit in the address space.
+class NoThreads {
+ public:
+  NoThreads() {
+    pthread_getattr_default_np(&before_);
+    pthread_attr_t huge = before_;
+    pthread_attr_setstacksize(&huge, size_t{1} << 47);
+    EXPECT_EQ(pthread_setattr_default_np(&huge), 0);
+  }
+  ~NoThreads() { EXPECT_EQ(pthread_setattr_default_np(&before_), 0); }
+
+ private:
+  pthread_attr_t before_;
+};
+
+TEST(Executor, RefusesWhatNoThreadCanRun) {
+  auto held = std::make_shared<int>(1);
+  const std::weak_ptr<int> weak = held;
+  absl::Notification ran;
+  Executor executor("test", 2, 10);
+  {
+    NoThreads limit;
+    EXPECT_FALSE(executor.TryRun([held = std::move(held)] { ADD_FAILURE(); }));
+    EXPECT_TRUE(weak.expired());
+  }
+  ASSERT_TRUE(executor.TryRun([&] { ran.Notify(); }));
+  ran.WaitForNotification();
+}
+
+TEST(Executor, DoesWithTheThreadsItHas) {
+  absl::Notification started, go;
+  int ran = 0;  // by the one thread
+  {
+    Executor executor("test", 3, 10);
+    ASSERT_TRUE(executor.TryRun([&] {
+      started.Notify();
+      go.WaitForNotification();
+    }));
+    started.WaitForNotification();
+    NoThreads limit;
+    for (int i = 0; i < 3; ++i) EXPECT_TRUE(executor.TryRun([&ran] { ++ran; }));
+    go.Notify();
+  }
+  EXPECT_EQ(ran, 3);
+}
+
+// An idle thread is woken by every task, however they come.
+TEST(Executor, WakesAThreadForEveryTask) {
+  constexpr int kThreads = 4, kTimes = 300;
+  Executor executor("test", kThreads, 100);
+  for (int i = 0; i < kTimes; ++i) {
+    std::atomic<int> running = 0;
+    absl::BlockingCounter done(kThreads);
+    for (int t = 0; t < kThreads; ++t) {
+      ASSERT_TRUE(executor.TryRun([&] {
+        ++running;  // each waits for all
+        EXPECT_TRUE(Eventually([&running] { return running == kThreads; }));
+        done.DecrementCount();
+      }));
+    }
+    done.Wait();
+  }
 }
 
 }  // namespace

@@ -521,6 +521,7 @@ TEST(Gate, TheSameBitsOnEveryInstructionSetAsByThePlainLoops) {
            std::vector<std::pair<int64_t, int64_t>>{{5, 33}, {130, 64}}) {
         // The second scale puts products and sums around the smallest normal number.
         for (const float scale : {1.0f, 2e-19f}) {
+          if (scale < 1 && (weight_dtype == DType::kF16 || dtype == DType::kF16)) continue;
           const Tensor weight = RandomTensor(weight_dtype, {experts, hidden}, scale, random);
           const Tensor x = RandomTensor(dtype, {150, hidden}, scale, random);
           const RouterDescriptor router = Router(static_cast<int32_t>(experts), 3);

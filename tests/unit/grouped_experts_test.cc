@@ -108,6 +108,8 @@ TEST_P(SameBits, AsForLoopExperts) {
         RandomBatch(dtype, c.hidden_size, {0, 1, 2, 3, 4, 5, 6, 8}, c.positions, c.padded, rng);
     const auto reference = layer.Make({.kind = EngineKind::kForLoop});
     const std::string expected = Forward(*reference, batch, c.hidden_size);
+    // Weights that F16 cannot hold are zero, as are then all results.
+    if (c.scale < 1e-6f && weight_dtype == DType::kF16) continue;
     for (const Isa isa : SupportedIsas()) {
       for (const int threads : {1, 2}) {
         const auto grouped =
@@ -182,10 +184,33 @@ TEST(GroupedExperts, ManyCallersTakeTurns) {
   EXPECT_EQ(wrong, 0);
 }
 
+// Memory for a few rows at a time: the batch is computed in many portions.
+TEST(GroupedExperts, PortionsChangeNothing) {
+  std::mt19937 rng(26);
+  const Layer layer = RandomLayer(DType::kBF16, 3, 96, 64, 0.1f, rng);
+  for (const DType dtype : {DType::kBF16, DType::kF32}) {
+    const Batch batch = RandomBatch(dtype, 96, {0, 1, 2}, {1300, 7, 530}, true, rng);
+    const std::string expected = Forward(*layer.Make({.kind = EngineKind::kForLoop}), batch, 96);
+    for (const int64_t portion_bytes : {1, 100'000, 400'000}) {
+      auto context = std::make_shared<GroupedContext>(BestIsa(), 2);
+      context->portion_bytes = portion_bytes;
+      auto experts = MakeGroupedExperts(layer.descriptor, 3, context).value();
+      for (size_t e = 0; e < 3; ++e) experts->SetWeights(e, layer.weights[e]);
+      ASSERT_TRUE(experts->Prepare().ok());
+      EXPECT_TRUE(Forward(*experts, batch, 96) == expected) << portion_bytes;
+      ExpertBatch view = batch.View();
+      int questions = 0;
+      view.stop = [&questions] { return questions++ >= 2; };  // after the second portion
+      Tensor output(ReplyDType(dtype), {batch.pairs, 96});
+      EXPECT_EQ(experts->Forward(view, output.data()).code(), absl::StatusCode::kCancelled);
+    }
+  }
+}
+
 TEST(GroupedExperts, GivesUpWhenNobodyWaits) {
   std::mt19937 rng(24);
   const Layer layer = RandomLayer(DType::kF32, 2, 64, 32, 0.1f, rng);
-  const auto grouped = layer.Make({.threads = 2});
+  const auto grouped = layer.Make({.threads = 1});  // with more, who asks may have little to do
   const Batch batch = RandomBatch(DType::kF32, 64, {0, 1}, {2000, 2000}, false, rng);
   for (const int answer : {0, 1, 3}) {  // after so many questions
     ExpertBatch view = batch.View();

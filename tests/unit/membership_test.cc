@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "common/text.h"
 
@@ -114,10 +115,15 @@ TEST_F(MembershipTest, RefusesWhatDoesNotFitTheModel) {
   bad.numerics = "numerics-2";
   EXPECT_THAT(Refusal(bad), AllOf(HasSubstr("FAILED_PRECONDITION: registration.numerics"),
                                   HasSubstr("numerics-2"), HasSubstr(kNumerics)));
-  for (const auto& [name, address] :
-       std::vector<std::pair<std::string, std::string>>{{"", "host:1"}, {"a", ""}}) {
-    EXPECT_THAT(Refusal(Registration(name, address, kAll)),
-                HasSubstr("INVALID_ARGUMENT: registration: name and address"));
+  EXPECT_THAT(Refusal(Registration("a", "", kAll)),
+              HasSubstr("INVALID_ARGUMENT: registration.address"));
+  const std::string most(128, 'x');
+  for (const std::string& name :
+       {std::string(), most + "x", std::string("a b"), std::string("a\n"), std::string("a\0b", 3),
+        std::string("\x7f"), std::string("caf\xc3\xa9")}) {
+    EXPECT_THAT(Refusal(Registration(name, "host:1", kAll)),
+                AllOf(HasSubstr("INVALID_ARGUMENT: registration.name: expected 1 to 128 printable"),
+                      HasSubstr(absl::CHexEscape(name.substr(0, 128)))));
   }
   EXPECT_THAT(Refusal(Registration("a", "host:1", {{2, {0}}})),
               HasSubstr("INVALID_ARGUMENT: registration.layers: the model has no MoE layer 2"));
@@ -129,6 +135,7 @@ TEST_F(MembershipTest, RefusesWhatDoesNotFitTheModel) {
   }
   EXPECT_THAT(membership_.Servers(), IsEmpty());
   EXPECT_EQ(Refusal(good), "accepted");
+  EXPECT_EQ(Refusal(Registration(most, "host:2", kAll)), "accepted");
 }
 
 TEST_F(MembershipTest, ListsServersByName) {

@@ -288,23 +288,6 @@ class FarRows : public testing::Test {
   static uint16_t* Row(Tensor& tensor, int64_t row) { return tensor.as<uint16_t>() + row * kWidth; }
 };
 
-TEST_F(FarRows, AreGathered) {
-  Tensor hidden_states(DType::kBF16, {kRows, kWidth});
-  ASSERT_EQ(hidden_states.num_bytes(), 4'915'200'000u);
-  const std::vector<int64_t> far = {0, kFirstFar - 1, kFirstFar, kFirstFar + 1, kRows - 1};
-  for (size_t i = 0; i < far.size(); ++i) {
-    std::fill_n(Row(hidden_states, far[i]), kWidth, static_cast<uint16_t>(i + 1));
-  }
-  std::vector<const std::byte*> tokens;
-  for (int64_t r = 0; r < kRows; ++r) {
-    tokens.push_back(reinterpret_cast<const std::byte*>(Row(hidden_states, r)));
-  }
-  Tensor rows = GatherRows(DType::kBF16, kWidth, tokens, far);
-  for (size_t i = 0; i < far.size(); ++i) {
-    EXPECT_EQ(std::count(Row(rows, i), Row(rows, i + 1), i + 1), kWidth) << far[i];
-  }
-}
-
 TEST_F(FarRows, AreCombined) {
   Tensor reply(DType::kBF16, {kRows, kWidth});
   const std::vector<int64_t> far = {kRows - 1, kFirstFar, kFirstFar - 1, 0};

@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -204,6 +205,18 @@ TEST(Status, IsTheSameThereAndBack) {
         absl::UnauthenticatedError("who")}) {
     EXPECT_EQ(FromGrpcStatus(ToGrpcStatus(status)), status);
   }
+}
+
+TEST(Status, SaysWhenToTryAgain) {
+  EXPECT_EQ(RetryAfter(absl::ResourceExhaustedError("full")), std::nullopt);
+  const absl::Status full = RetryLater("full", absl::Milliseconds(1250));
+  EXPECT_EQ(RetryAfter(full), absl::Milliseconds(1250));
+  const absl::Status received = FromGrpcStatus(ToGrpcStatus(full));
+  EXPECT_EQ(received, full);
+  EXPECT_EQ(RetryAfter(received), absl::Milliseconds(1250));
+  // Details of others, or none at all, are no reason to fail.
+  EXPECT_EQ(FromGrpcStatus(grpc::Status(grpc::StatusCode::ABORTED, "no", "\xff\xff")),
+            absl::AbortedError("no"));
 }
 
 // Fails with a text of its choice.

@@ -458,6 +458,22 @@ TEST(TensorCodec, TheBufferKeepsTheMemoryAlive) {
   EXPECT_TRUE(Contents(decoded) == contents);
 }
 
+TEST(TensorCodec, FindsOneFieldOfWhatIsNotDecoded) {
+  constexpr int kField = v1::DispatchResponse::kRoundIdFieldNumber;
+  v1::DispatchResponse message;
+  EXPECT_EQ(VarintField(EncodeWithTensor(message, Counting(DType::kF32, {4, 5})), kField), 0u);
+  message.set_message("text");
+  message.set_round_id((uint64_t{1} << 63) + 7);
+  const std::string header = message.SerializeAsString();
+  const std::string rows =
+      Bytes(EncodeWithTensor(v1::DispatchResponse(), Counting(DType::kF32, {4, 5})));
+  for (const std::string& bytes : {header + rows, rows + header}) {
+    EXPECT_EQ(VarintField(Buffer(bytes, 3), kField), message.round_id());
+  }
+  EXPECT_EQ(VarintField(Buffer(rows.substr(0, rows.size() - 1)), kField), 0u);
+  EXPECT_EQ(VarintField(grpc::ByteBuffer(), kField), 0u);
+}
+
 TEST(TensorCodec, MessageFormOfSmallTensors) {
   for (const std::vector<int64_t>& shape : {std::vector<int64_t>{}, {0}, {2, 3}}) {
     const Tensor tensor = Counting(DType::kI64, shape);

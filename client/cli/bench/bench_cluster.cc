@@ -53,6 +53,10 @@ absl::StatusOr<std::unique_ptr<BenchCluster>> BenchCluster::Start(
   while (absl::Now() < give_up) {
     const absl::StatusOr<bool> serving = client->IsServing();
     if (serving.ok() && *serving) return cluster;
+    if (const std::optional<std::string> ended = cluster->router_.process->Poll()) {
+      return absl::UnavailableError(
+          absl::StrCat("the router ended with ", *ended, ": see its message above"));
+    }
     for (ChildProcess& server : cluster->servers_) {
       if (const std::optional<std::string> ended = server.Poll()) {
         return absl::UnavailableError(

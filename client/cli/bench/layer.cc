@@ -308,8 +308,10 @@ absl::StatusOr<std::string> Answer(const Layer& layer, const std::string& line) 
   if (tokens < 0) return absl::InvalidArgumentError(absl::StrCat("tokens: missing in ", line));
   const Tensor input = layer.Input(tokens);
   if (verb == "run") {
-    int repetitions = 1;
-    words >> repetitions;
+    int repetitions = 0;
+    if (!(words >> repetitions) || repetitions < 1) {
+      return absl::InvalidArgumentError(absl::StrCat("repetitions: expected 1 or more in ", line));
+    }
     std::string milliseconds;
     for (int i = 0; i < repetitions; ++i) {
       const double start = Now();

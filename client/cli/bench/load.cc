@@ -17,6 +17,7 @@
 #include "client/cli/bench/synthetic_model.h"
 #include "client/cli/common.h"
 #include "client/cpp/client.h"
+#include "common/rpc/status.h"
 #include "common/status.h"
 
 namespace expertmesh {
@@ -44,22 +45,6 @@ struct Outcome {
   std::string first_error;
 };
 
-// When to come back, where a refusal says so: "... (after 25 ms)".
-std::optional<absl::Duration> RetryHint(const absl::Status& status) {
-  const std::string text(status.message());
-  static constexpr char kAfter[] = "(after ";
-  const size_t begin = text.rfind(kAfter);
-  if (begin == std::string::npos) return std::nullopt;
-  const size_t number = begin + sizeof(kAfter) - 1;
-  const size_t end = text.find(" ms)", number);
-  int64_t milliseconds;
-  if (end == std::string::npos ||
-      !absl::SimpleAtoi(text.substr(number, end - number), &milliseconds)) {
-    return std::nullopt;
-  }
-  return absl::Milliseconds(milliseconds);
-}
-
 // Calls until `end`: a random layer of `layers`, T random rows of it, one call after the other.
 Outcome RunClient(Client& client, const std::vector<v1::LayerInfo>& layers,
                   const std::map<int64_t, Tensor>& inputs, uint32_t seed, absl::Time end) {
@@ -79,7 +64,7 @@ Outcome RunClient(Client& client, const std::vector<v1::LayerInfo>& layers,
     ++outcome.failures[status.code()];
     if (outcome.first_error.empty()) outcome.first_error = status.ToString();
     if (absl::IsResourceExhausted(status)) {
-      absl::SleepFor(std::min(RetryHint(status).value_or(pause), end - absl::Now()));
+      absl::SleepFor(std::min(RetryAfter(status).value_or(pause), end - absl::Now()));
       pause = std::min(2 * pause, kLongestPause);
     }
   }

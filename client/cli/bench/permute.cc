@@ -30,10 +30,10 @@ struct Options {
 // [T, K] distinct experts of each token, uniformly: the router of an ideally balanced model.
 std::vector<int32_t> RandomRouting(const Options& options) {
   std::vector<int32_t> ids(options.tokens * options.top_k);
-  const Tensor random = RandomNormal(DType::kF32, {options.tokens, options.experts}, 1, /*seed=*/1);
   std::vector<int32_t> order(options.experts);
   for (int64_t t = 0; t < options.tokens; ++t) {
-    const float* keys = random.as<float>() + t * options.experts;
+    const Tensor random = RandomNormal(DType::kF32, {options.experts}, 1, /*seed=*/t + 1);
+    const float* keys = random.as<float>();
     for (int32_t e = 0; e < options.experts; ++e) order[e] = e;
     std::partial_sort(order.begin(), order.begin() + options.top_k, order.end(),
                       [keys](int32_t a, int32_t b) { return keys[a] > keys[b]; });

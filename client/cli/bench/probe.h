@@ -82,7 +82,8 @@ struct Repetitions {
 };
 
 // Calls `once` and, where nobody disturbed it, `keep`, until `count` have been kept. Disturbed is a
-// repetition in which others took more than 7 % of the time of `threads` processors; it is
+// repetition in which others took more than 7 % of the time of `threads` processors, and more than
+// 30 ms, since the kernel counts in ticks of 10 ms; it is
 // repeated, up to twice `count` times in all, after which such ones are kept. The first error of
 // `once` ends it. `once` gets the number of the repetition, from 0.
 absl::StatusOr<Repetitions> Repeat(int count, int threads,

@@ -60,9 +60,9 @@ absl::Status Run(const Options& options) {
 Command AddBenchRoofline(CLI::App& app) {
   auto options = std::make_shared<Options>();
   app.footer("Reads memory and multiplies in registers on all threads at once.");
+  options->common.probe_mib = 2048;
   AddCommonBenchOptions(app, &options->common, /*repetitions=*/7);
   AddThreadsOption(app, &options->threads);
-  options->common.probe_mib = 2048;
   return [options] { return Finish(Run(*options)); };
 }
 

@@ -187,6 +187,8 @@ TemporaryFolder::TemporaryFolder(std::string path) : path_(std::move(path)) {
 }
 
 TemporaryFolder::~TemporaryFolder() {
+  std::error_code ignored;
+  std::filesystem::remove_all(path_, ignored);
   done_ = true;
   pthread_kill(signals_.native_handle(), SIGTERM);  // ends the thread
   signals_.join();
@@ -195,8 +197,6 @@ TemporaryFolder::~TemporaryFolder() {
   sigaddset(&set, SIGINT);
   sigaddset(&set, SIGTERM);
   pthread_sigmask(SIG_UNBLOCK, &set, nullptr);
-  std::error_code ignored;
-  std::filesystem::remove_all(path_, ignored);
 }
 
 }  // namespace expertmesh

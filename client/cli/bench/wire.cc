@@ -33,6 +33,7 @@ constexpr int kServers = 2;      // as the relay
 constexpr int kProcesses = 4;    // that take part
 constexpr double kBurst = 0.02;  // seconds of calls of one kind before the next kind's turn
 constexpr int32_t kLayer = 0;
+constexpr int64_t kHeaderBytes = 4096;  // left for the header of a message that rows fill
 
 // Experts that read every row and write every row of the answer, and compute nothing. Only this
 // benchmark can start a server with them.
@@ -126,6 +127,15 @@ absl::Status Run(const Options& options) {
         absl::StrCat("shape: expected a hidden size that is a multiple of ", kRelayBlock,
                      " and an even top-k, got \"", options.shape, "\""));
   }
+  // The relay sends whole messages: the rows of one server's answer have to fit.
+  const int64_t row_bytes = shape.hidden_size * BytesOf(DType::kBF16) * shape.top_k / kServers;
+  const int64_t most = (ChannelOptions().max_message_bytes - kHeaderBytes) / row_bytes;
+  for (const int64_t tokens : options.tokens) {
+    if (tokens > most) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("tokens: expected at most ", most, " for this shape, got ", tokens));
+    }
+  }
   std::unique_ptr<BenchCluster> cluster;
   absl::StatusOr<Gate> gate = absl::InternalError("not made yet");
   {
@@ -165,8 +175,16 @@ absl::Status Run(const Options& options) {
     point.calls[kOurs] = [&] { return client->Forward(kLayer, point.input).status(); };
     point.calls[kRelay] = [&] { return relay.client->Forward(point.input, shape.top_k).status(); };
     point.calls[kGate] = [&] { return gate->Route(point.input).status(); };
-    // Both must have answered what the servers wrote, or nothing is worth timing. Ours weighs by
-    // the gate, which sums to less than 1 where the family does not normalise.
+    // Both must have answered what the servers wrote, or nothing is worth timing. Ours is a row of
+    // one value, weighed by the gate, which sums to less than 1 where the family does not
+    // normalise.
+    ASSIGN_OR_RETURN(const MoeOutput mine, client->Forward(kLayer, point.input));
+    for (int64_t j = 0; j < mine.output.num_elements(); ++j) {
+      const uint16_t* const element = mine.output.as<uint16_t>() + j;
+      if (*element == 0 || *element != element[-(j % shape.hidden_size)]) {
+        return absl::InternalError("the cluster's answer is not what its servers sent");
+      }
+    }
     ASSIGN_OR_RETURN(const Tensor output, relay.client->Forward(point.input, shape.top_k));
     const uint16_t fill = kRelayFill << 8 | kRelayFill;
     for (int64_t j = 0; j < output.num_elements(); ++j) {
@@ -234,7 +252,10 @@ Command AddBenchWire(CLI::App& app) {
       "The same call as everywhere, through a real router and two real expert servers whose "
       "experts\n"
       "read and write every row but compute nothing; beside it, in turn, a bare relay of as many\n"
-      "processes, threads and bytes over the same gRPC. ratio_to_relay is what our own code adds;\n"
+      "processes and threads over the same gRPC, with as many bytes where K is large (it sends "
+      "every\n"
+      "row to both servers, the router only where it is needed). ratio_to_relay is what our own "
+      "code adds;\n"
       "ratio_without_gate leaves out the gate, which the relay does not have (gate_ms, measured "
       "in\n"
       "this process).");

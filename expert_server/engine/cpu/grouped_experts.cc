@@ -1,18 +1,13 @@
 #include "expert_server/engine/cpu/grouped_experts.h"
 
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
-#include "absl/time/clock.h"
 #include "common/status.h"
 
 namespace expertmesh {
 namespace {
-
-// Positions are computed in portions whose rows take about this much memory, so that it is bounded
-// whatever the size of the batch. Much more than any cache, so that a portion has enough rows of
-// each expert.
-constexpr int64_t kPortionBytes = int64_t{512} << 20;
 
 class GroupedExperts : public Experts {
  public:
@@ -89,7 +84,8 @@ class GroupedExperts : public Experts {
     return GemmRowBytes(RowDType(activations), intermediate_size_);
   }
   int64_t MaxRows(DType activations) const {
-    return std::max(int64_t{1}, kPortionBytes / (XBytes(activations) + HBytes(activations)));
+    return std::max(int64_t{1},
+                    context_->portion_bytes / (XBytes(activations) + HBytes(activations)));
   }
 
   // Gather, gate and up, activation, down for the positions [first_row, first_row + rows); false
@@ -123,7 +119,9 @@ class GroupedExperts : public Experts {
     const std::function<bool()> go_on = [] { return false; };
     const int64_t threads = context.pool.threads();
     std::vector<Workspace>& scratch = context.scratch;
-    const int64_t start = absl::GetCurrentTimeNanos();
+    // Here, where a lack of memory can still be reported: work must not throw.
+    for (Workspace& memory : scratch) memory.Get(kGemmScratchBytes);
+    const auto start = std::chrono::steady_clock::now();
     context.pool.Run([&](int thread) {
       for (int64_t r = rows * thread / threads; r < rows * (thread + 1) / threads; ++r) {
         LoadGemmRow(isa, activations, from + source[r] * from_bytes, hidden_size_, row_dtype,
@@ -131,7 +129,8 @@ class GroupedExperts : public Experts {
       }
       context.pool.Barrier();
       if (thread == 0 && batch.gather_ns != nullptr) {
-        *batch.gather_ns += absl::GetCurrentTimeNanos() - start;
+        const std::chrono::nanoseconds gathered = std::chrono::steady_clock::now() - start;
+        *batch.gather_ns += gathered.count();
       }
       // The caller's thread asks; the others hear of it.
       const std::function<bool()>& stop = thread == 0 ? batch.stop : go_on;

@@ -18,6 +18,10 @@ struct GroupedContext {
   GroupedContext(Isa i, int threads) : isa(i), pool(threads), scratch(threads) {}
 
   const Isa isa;
+  // Positions are computed in portions whose rows take about this much memory, so that it is
+  // bounded whatever the size of the batch. Much more than any cache, so that a portion has enough
+  // rows of each expert.
+  int64_t portion_bytes = int64_t{512} << 20;
   ComputePool pool;
   absl::Mutex mutex;                                      // held by the call that computes
   std::vector<Workspace> scratch ABSL_GUARDED_BY(mutex);  // by thread

@@ -106,12 +106,14 @@ def test_layer(report):
 
 
 def test_layer_stages(report):
+    """`client` and `wire` are what the counters leave of the total, so only the others are measured."""
     arguments = ("--shape", "256x128x8x2", "--tokens", "16", "--probe-mib", "16", "--repetitions", "1", "--stages")
     call, stages = report("layer", *arguments)
     assert (call["case"], stages["case"], stages["tokens"]) == ("grpc", "stages, ms", 16)
     names = ("client", "gate", "plan", "gather", "wire", "server_gather", "gemm", "combine")
     assert all(stages[name] > 0 for name in names), stages
-    assert sum(stages[name] for name in names) == pytest.approx(stages["total"], rel=0.01)
+    measured = ("gate", "plan", "gather", "server_gather", "gemm", "combine")
+    assert sum(stages[name] for name in measured) < stages["total"]
 
 
 def test_layer_keeps_a_model(bench, tmp_path):
@@ -199,6 +201,7 @@ def test_load_wants_a_layer_that_is_there(bench, cluster):
         (["layer", "--servers", "0"], "servers: .*0"),
         (["layer", "--tokens", "0"], "--tokens: .*0"),
         (["wire", "--shape", "60x32x8x2"], "shape: .*60x32x8x2"),
+        (["wire", "--tokens", "4096"], "tokens: .*4096"),
         (["permute", "--experts", "4", "--top-k", "8"], "top-k: .*4.*8"),
         (["load", "--dtype", "i8"], 'dtype: .*"i8"'),
         (["load", "--router", "nowhere"], "nowhere"),

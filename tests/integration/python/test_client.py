@@ -404,6 +404,19 @@ def test_no_name_can_be_resolved():
     assert caught.value.code == Code.UNAVAILABLE
 
 
+@pytest.mark.parametrize("timeout", [float("inf"), 1.1e9, 10**400])
+def test_endless_timeouts_are_refused(router, client, timeout):
+    for refused in (
+        lambda: client.forward(0, tokens(1), timeout=timeout),
+        lambda: client.model(timeout=timeout),
+        lambda: expertmesh.Client(router.address, timeout=timeout),
+    ):
+        with pytest.raises(expertmesh.Error, match=r"timeout: expected at most 1e\+09 seconds") as caught:
+            refused()
+        assert caught.value.code == grpc.StatusCode.INVALID_ARGUMENT
+    assert client.forward(0, tokens(1), timeout=1e9).output.shape[0] == 1
+
+
 @pytest.mark.parametrize("timeout", [0, -1, float("nan")])
 def test_wrong_timeouts_are_refused(client, timeout):
     with pytest.raises(expertmesh.Error, match="timeout: expected more than 0 seconds"):

@@ -28,6 +28,8 @@ _HEADER_BYTES = 4096
 _SERVICE = "/expertmesh.v1.MoeService/"
 # Parts of one call that are under way at a time: the next is there when the router has computed one.
 _PARTS_UNDER_WAY = 2
+# In seconds; clocks and gRPC count in integers.
+_MAX_TIMEOUT = 1e9
 # How long a channel is asked for its state after a deadline, to say whether a router was there at all.
 _STATE_SECONDS = 0.2
 
@@ -405,6 +407,8 @@ def _positive(name: str, value: float) -> float:
         raise _invalid(f"{name}: expected a number of seconds, given {value!r}")
     if not value > 0:
         raise _invalid(f"{name}: expected more than 0 seconds, given {value}")
+    if value > _MAX_TIMEOUT:
+        raise _invalid(f"{name}: expected at most {_MAX_TIMEOUT:g} seconds, given {value}")
     return value
 
 

@@ -20,6 +20,8 @@ _EXPECTED = "expected HOST:PORT[,HOST:PORT...] or unix:PATH"
 # These, and the retries below, are the same in common/rpc/channel.cc.
 _KEEPALIVE_MS = 10_000
 _KEEPALIVE_TIMEOUT_MS = 5_000
+#: How long one attempt to connect may take; gRPC calls this the minimal back-off.
+_CONNECT_TIMEOUT_MS = 5_000
 #: What gRPC's options hold at most.
 MAX_INT = 2**31 - 1
 
@@ -81,7 +83,11 @@ def channel_options(address: str, max_message_bytes: int) -> list[tuple[str, Any
         ("grpc.max_receive_message_length", -1),
         ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", _CONNECT_TIMEOUT_MS),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
         # A forked child must not find the connection of its parent in a pool.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_http_proxy", 0),
