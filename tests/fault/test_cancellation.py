@@ -45,7 +45,7 @@ def test_a_call_that_is_given_up_in_mid_compute(cluster, end):
     seconds = max(used(servers) - start, 0.01) / len(x)
     long = tokens(HIDDEN, min(int(60 / seconds), 5000))  # up to a minute of computing
     start = used(servers)
-    call = client.Forward.future(request(0, long), timeout=3 if end == "deadline" else 120)
+    call = client.Forward.future(request(0, long), timeout=1 if end == "deadline" else 120)
     wait_until("it is computed", lambda: used(servers) - start > 0.3)
     if end == "cancel":
         call.cancel()
@@ -89,16 +89,17 @@ def test_a_stopped_server(processes, tmp_path):
     before = peak_memory(router)
     start = time.monotonic()
     answered = 0
-    while time.monotonic() - start < 8:  # less than it takes until the connection counts as dead
-        late = [client.Forward.future(request(0, its), timeout=0.5) for _ in range(10)]
+    # The connection counts as dead 5 s after a ping, and one may be due at once.
+    while time.monotonic() - start < 4:
+        late = [client.Forward.future(request(0, its), timeout=0.5) for _ in range(20)]
         healthy = client.Forward.future(request(0, mine), timeout=10)
         asked = time.monotonic()
-        assert [call.code() for call in late] == [grpc.StatusCode.DEADLINE_EXCEEDED] * 10
+        assert [call.code() for call in late] == [grpc.StatusCode.DEADLINE_EXCEEDED] * 20
         assert time.monotonic() - asked < 2
         assert reply_bits(healthy.result()) == expected[0]
         answered += 1
-    assert answered >= 4
-    # 10 MiB of requests a turn, and what they need on their way; 40 and more turns would be gigabytes.
+    assert answered >= 3
+    # 20 MiB of requests a turn, and as much again on their way to the server.
     assert peak_memory(router) - before < 150 * MIB
     servers[1].signal(signal.SIGCONT)
     wait_until(
