@@ -137,7 +137,7 @@ class ForwardReactor final : public grpc::ServerUnaryReactor {
   grpc::ByteBuffer* const response_;
   const std::function<void(int64_t)> charge_;
   const std::function<void(int64_t)> on_done_;
-  int64_t bytes_;
+  std::atomic<int64_t> bytes_;
   std::atomic<bool> cancelled_ = false;
   std::shared_ptr<ForwardReactor> self_;
 };
