@@ -101,18 +101,18 @@ Tensor GatherRows(DType dtype, int64_t hidden_size, absl::Span<const std::byte* 
   return rows;
 }
 
-void Combine(const RoundPlan& plan, absl::Span<const Tensor> replies,
+void Combine(absl::Span<const PairResult> pairs, absl::Span<const Tensor> replies,
              absl::Span<const float> topk_weights, int32_t top_k, float routed_scale,
              int64_t hidden_size, DType dtype, void* output, Isa isa) {
   const ScopedFlushDenormals flush;
   const Kernels& kernels = KernelsOf(isa);
-  const int64_t tokens = static_cast<int64_t>(plan.pairs.size()) / top_k;
+  const int64_t tokens = static_cast<int64_t>(pairs.size()) / top_k;
   const int64_t row_bytes = hidden_size * BytesOf(ReplyDType(dtype));
   auto* to = static_cast<std::byte*>(output);
   std::vector<const void*> rows(top_k);
   for (int64_t token = 0; token < tokens; ++token) {
     for (int32_t slot = 0; slot < top_k; ++slot) {
-      const PairResult& result = plan.pairs[token * top_k + slot];
+      const PairResult& result = pairs[token * top_k + slot];
       rows[slot] = replies[result.slice].data() + result.row * row_bytes;
     }
     kernels.combine(ReplyDType(dtype), rows.data(), &topk_weights[token * top_k], top_k,

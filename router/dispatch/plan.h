@@ -53,9 +53,9 @@ Tensor GatherRows(DType dtype, int64_t hidden_size, absl::Span<const std::byte* 
 // row(t, k)), as one chain of fused multiply-adds in fp32 in slot order, times routed_scale,
 // rounded once.
 //
-// replies: for each slice of the plan its rows [num_pairs, D] in the dtype of `output`, or in F32
-// where that is F16. topk_weights: [T, K]. output: [T, D] F32, BF16 or F16.
-void Combine(const RoundPlan& plan, absl::Span<const Tensor> replies,
+// pairs: [T, K] of a plan; replies: for each slice of the plan its rows [num_pairs, D] in the dtype
+// of `output`, or in F32 where that is F16. topk_weights: [T, K]. output: [T, D] F32, BF16 or F16.
+void Combine(absl::Span<const PairResult> pairs, absl::Span<const Tensor> replies,
              absl::Span<const float> topk_weights, int32_t top_k, float routed_scale,
              int64_t hidden_size, DType dtype, void* output, Isa isa = BestIsa());
 

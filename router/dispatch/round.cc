@@ -75,14 +75,13 @@ void CombinePart(const LayerDescription& layer, const Round& round, const Round:
                  Isa isa) {
   const int32_t top_k = layer.router.top_k;
   BatchedCall& call = *part.call;
-  RoundPlan plan;  // of the part's tokens
-  const auto first = round.plan.pairs.begin() + part.offset * top_k;
-  plan.pairs.assign(first, first + part.tokens * top_k);
+  const auto pairs =
+      absl::MakeConstSpan(round.plan.pairs).subspan(part.offset * top_k, part.tokens * top_k);
   Tensor& output = call.result.output;
   const absl::Span<const float> weights(
-      call.result.routing.topk_weights.as<float>() + part.begin * top_k, plan.pairs.size());
-  Combine(plan, round.replies, weights, top_k, layer.router.routed_scale, layer.experts.hidden_size,
-          output.dtype(),
+      call.result.routing.topk_weights.as<float>() + part.begin * top_k, pairs.size());
+  Combine(pairs, round.replies, weights, top_k, layer.router.routed_scale,
+          layer.experts.hidden_size, output.dtype(),
           output.data() + part.begin * layer.experts.hidden_size * BytesOf(output.dtype()), isa);
 }
 

@@ -234,7 +234,7 @@ void ExpectCombine(DType dtype, int32_t top_k, float routed_scale, float magnitu
   for (float& weight : weights) weight = uniform(rng);
 
   Tensor output(dtype, {kTokens, kHidden});
-  Combine(plan, replies, weights, top_k, routed_scale, kHidden, dtype, output.data());
+  Combine(plan.pairs, replies, weights, top_k, routed_scale, kHidden, dtype, output.data());
 
   int64_t nonzero = 0;
   int64_t slot_order_matters = 0;
@@ -297,8 +297,8 @@ TEST_F(FarRows, AreCombined) {
     plan.pairs.push_back({0, far[i]});
   }
   Tensor output(DType::kBF16, {2, kWidth});
-  Combine(plan, {reply}, std::vector<float>{1, 1, 1, 1}, /*top_k=*/2, /*routed_scale=*/1.0f, kWidth,
-          DType::kBF16, output.data());
+  Combine(plan.pairs, {reply}, std::vector<float>{1, 1, 1, 1}, /*top_k=*/2, /*routed_scale=*/1.0f,
+          kWidth, DType::kBF16, output.data());
   EXPECT_EQ(std::count(Row(output, 0), Row(output, 1), BF16FromFloat(3.0f)), kWidth);
   EXPECT_EQ(std::count(Row(output, 1), Row(output, 2), BF16FromFloat(12.0f)), kWidth);
 }

@@ -83,7 +83,7 @@ class Rounds {
       const std::vector<Tensor> parts = Split(replies, plan);
       const std::vector<float> weights(ids.size(), 1.0f / static_cast<float>(options_.top_k));
       start = Now();
-      Combine(plan, parts, weights, options_.top_k, /*routed_scale=*/1, options_.hidden_size,
+      Combine(plan.pairs, parts, weights, options_.top_k, /*routed_scale=*/1, options_.hidden_size,
               output->dtype(), output->data());
       sample.combine += 1e9 * (Now() - start);
     }
