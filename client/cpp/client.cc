@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "absl/cleanup/cleanup.h"
-#include "absl/synchronization/notification.h"
 #include "common/rpc/channel.h"
 #include "common/rpc/status.h"
 #include "common/rpc/tensor_codec.h"
@@ -117,12 +116,21 @@ class GrpcClient final : public Client {
     return FromGrpcStatus(status);
   }
 
-  // One message of a call.
+  // One message of a call. The thread that waits for it does gRPC's work meanwhile: one of gRPC's
+  // own would have to wake it.
   struct Part {
     grpc::ClientContext context;
-    grpc::ByteBuffer request, response;
+    grpc::ByteBuffer response;
     grpc::Status status;
-    absl::Notification done;
+    grpc::CompletionQueue queue;
+    std::unique_ptr<grpc::ClientAsyncResponseReader<grpc::ByteBuffer>> call;
+
+    void Wait() {
+      void* tag = nullptr;
+      bool ok = false;
+      if (call != nullptr) queue.Next(&tag, &ok);
+      call.reset();
+    }
   };
 
   // `part` has to stay until it is done.
@@ -132,17 +140,15 @@ class GrpcClient final : public Client {
     header.set_layer(layer);
     header.set_first_row(first_row);
     Prepare(&part->context, deadline, /*wait_for_ready=*/true);
-    part->request = EncodeWithTensor(header, rows);
-    forward_stub_.UnaryCall(&part->context, kForward, {}, &part->request, &part->response,
-                            [part](grpc::Status status) {
-                              part->status = std::move(status);
-                              part->done.Notify();
-                            });
+    part->call = forward_stub_.PrepareUnaryCall(&part->context, kForward,
+                                                EncodeWithTensor(header, rows), &part->queue);
+    part->call->StartCall();
+    part->call->Finish(&part->response, &part->status, /*tag=*/nullptr);
   }
 
   // Waits for the reply to `rows`.
   absl::StatusOr<MoeOutput> Finish(const Tensor& rows, Part& part) const {
-    part.done.WaitForNotification();
+    part.Wait();
     RETURN_IF_ERROR(Describe(part.status));
     absl::StatusOr<MoeOutput> output = Decode(part.response, rows);
     if (!output.ok()) {  // the router's fault, not the caller's
@@ -164,7 +170,7 @@ class GrpcClient final : public Client {
     std::deque<std::unique_ptr<UnderWay>> under_way;
     const auto cancel_rest = absl::MakeCleanup([&under_way] {
       for (const auto& one : under_way) one->part.context.TryCancel();
-      for (const auto& one : under_way) one->part.done.WaitForNotification();
+      for (const auto& one : under_way) one->part.Wait();
     });
     const int64_t tokens = hidden_states.dim(0);
     const int64_t row_bytes = hidden_states.dim(1) * BytesOf(hidden_states.dtype());

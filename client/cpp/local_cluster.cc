@@ -4,16 +4,11 @@
 #include <utility>
 
 #include "absl/synchronization/mutex.h"
+#include "common/executor.h"
 #include "common/rpc/process.h"
 #include "common/status.h"
 
 namespace expertmesh {
-namespace {
-
-constexpr int kMaxThreads = 64;  // calls whose gate is computed, and layers that work, at a time
-
-}  // namespace
-
 // A server of this process: computes on its own threads.
 class LocalCluster::Backend final : public ExpertBackend {
  public:
@@ -43,12 +38,7 @@ class LocalCluster::Backend final : public ExpertBackend {
   std::unique_ptr<Executor> executor_;
 };
 
-LocalCluster::LocalCluster()
-    : executor_(
-          std::make_unique<Executor>("forward", kMaxThreads, std::numeric_limits<size_t>::max())) {}
-
 LocalCluster::~LocalCluster() {
-  executor_.reset();
   for (const std::shared_ptr<Backend>& backend : backends_) backend->Stop();
 }
 
@@ -84,15 +74,11 @@ absl::StatusOr<MoeOutput> LocalCluster::Forward(int32_t layer, const Tensor& hid
   absl::StatusOr<ForwardResult> result = absl::InternalError("not answered");
   absl::Mutex mutex;
   bool answered = false;
-  // Not on this thread, which the router would keep while other callers come.
-  const bool queued = executor_->TryRun([&] {
-    router_->Forward(std::move(call), [&](absl::StatusOr<ForwardResult> answer) {
-      absl::MutexLock lock(&mutex);
-      result = std::move(answer);
-      answered = true;
-    });
+  router_->Forward(std::move(call), [&](absl::StatusOr<ForwardResult> answer) {
+    absl::MutexLock lock(&mutex);
+    result = std::move(answer);
+    answered = true;
   });
-  (void)queued;  // the queue has no limit
   absl::MutexLock lock(&mutex, absl::Condition(&answered));
   RETURN_IF_ERROR(result.status());
   return MoeOutput{std::move(result->output), std::move(result->routing.topk_ids),

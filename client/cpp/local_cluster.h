@@ -10,7 +10,6 @@
 #include "absl/status/statusor.h"
 #include "client/cpp/client.h"
 #include "common/model/checkpoint.h"
-#include "common/rpc/executor.h"
 #include "expert_server/engine/expert_store.h"
 #include "router/dispatch/router.h"
 
@@ -41,10 +40,9 @@ class LocalCluster {
  private:
   class Backend;
 
-  LocalCluster();
+  LocalCluster() = default;
   std::unique_ptr<Router> router_;
   std::vector<std::shared_ptr<Backend>> backends_;
-  std::unique_ptr<Executor> executor_;  // runs the calls
 };
 
 }  // namespace expertmesh

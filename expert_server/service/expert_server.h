@@ -7,9 +7,9 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "common/executor.h"
 #include "common/model/checkpoint.h"
 #include "common/rpc/channel.h"
-#include "common/rpc/executor.h"
 #include "expert_server/engine/expert_store.h"
 #include "expert_server/service/expert_service.h"
 #include "expert_server/service/registrar.h"

@@ -5,7 +5,7 @@
 
 #include "absl/functional/any_invocable.h"
 #include "absl/synchronization/mutex.h"
-#include "common/rpc/executor.h"
+#include "common/executor.h"
 #include "common/rpc/server_identity.h"
 #include "expert_server/engine/expert_store.h"
 #include "expertmesh/v1/expert.grpc.pb.h"

@@ -15,8 +15,12 @@ absl::Status OutOfMemory() {
   return absl::ResourceExhaustedError("the router is out of memory for this call");
 }
 
+// More elements of hidden states (T * D) than these are heavy work: some 0.2 ms of gathering and
+// combining, at which handing it to another thread no longer counts.
+constexpr int64_t kHeavyElements = 64 << 10;
+
 // Nothing more is to be done for the call: the rounds that refer to it may last long yet, and must
-// not keep its rows until then. The leader's alone.
+// not keep its rows until then.
 void FreeRows(BatchedCall& call) {
   call.call = ForwardCall();
   call.result = ForwardResult();
@@ -52,12 +56,16 @@ absl::Status Validate(const BatchingOptions& options) {
 }
 
 Batcher::Batcher(const LayerDescription& layer, std::shared_ptr<Membership> membership,
-                 const BatchingOptions& options, Isa isa, RoundCounters* counters)
+                 const BatchingOptions& options, Isa isa, Executor* executor, AlarmClock* clock,
+                 std::shared_ptr<RoundCounters> counters)
     : layer_(layer),
       membership_(std::move(membership)),
       options_(options),
       isa_(isa),
-      counters_(counters) {}
+      executor_(executor),
+      clock_(clock),
+      counters_(std::move(counters)),
+      heavy_tokens_(kHeavyElements / layer.experts.hidden_size) {}
 
 void Batcher::Submit(std::shared_ptr<BatchedCall> call) {
   {
@@ -67,49 +75,80 @@ void Batcher::Submit(std::shared_ptr<BatchedCall> call) {
     next_check_ = std::min(next_check_, call->call.deadline);
     const int64_t capacity = Capacity(call->call.hidden_states.dtype());
     queue_.push_back(std::move(call));
-    if (leading_) {
-      if (young_rounds_ < options_.rounds_per_layer || queued_tokens_ >= capacity) wake_.Signal();
+    if (young_rounds_ >= options_.rounds_per_layer && queued_tokens_ < capacity) {
+      SetAlarm();  // it has to wait for the end of a round, in vain perhaps
       return;
     }
-    leading_ = true;
+    if (!BeginAdvance()) return;
   }
-  Lead();
+  Advance();
 }
 
-void Batcher::Lead() {
+void Batcher::Advance(bool heavy) {
   while (true) {
     Steps steps;
     {
       absl::MutexLock lock(&mutex_);
-      while ((steps = NextSteps(absl::Now())).empty()) {
-        if (queue_.empty() && rounds_.empty()) {
-          leading_ = false;
+      if (heavy || queued_tokens_ + tokens_in_flight_ <= heavy_tokens_) {
+        steps = NextSteps(absl::Now());
+        if (steps.empty()) {
+          advancing_ = false;
+          SetAlarm();
           return;
         }
-        wake_.WaitWithDeadline(&mutex_, std::min(next_check_, next_round_));
       }
     }
-    Run(std::move(steps));
+    if (!steps.empty()) {
+      Run(std::move(steps));
+    } else if (executor_->TryRun([self = shared_from_this()] { self->Advance(/*heavy=*/true); })) {
+      return;
+    } else {
+      heavy = true;  // there is no other thread
+    }
   }
+}
+
+void Batcher::SetAlarm() {
+  if (queue_.empty() && rounds_.empty()) return;
+  const absl::Time time = std::min(next_check_, next_round_);
+  if (time >= alarm_) return;
+  alarm_ = time;
+  clock_->At(time, [self = shared_from_this(), time] { self->OnAlarm(time); });
+}
+
+void Batcher::OnAlarm(absl::Time time) {
+  {
+    absl::MutexLock lock(&mutex_);
+    if (time == alarm_) alarm_ = absl::InfiniteFuture();
+    if ((queue_.empty() && rounds_.empty()) || !BeginAdvance()) return;
+  }
+  Advance();
 }
 
 Batcher::Steps Batcher::NextSteps(absl::Time now) {
   Steps steps;
   if (now >= next_check_) CheckCallers(now, &steps);
-  young_rounds_ = 0;
   for (auto round = rounds_.begin(); round != rounds_.end();) {
     if (Review(*round, &steps)) {
+      for (const Round::Part& part : (*round)->parts) tokens_in_flight_ -= part.tokens;
       round = rounds_.erase(round);
-      continue;
+    } else {
+      ++round;
     }
-    young_rounds_ += now < (*round)->start + options_.patience;
-    ++round;
   }
+  const Overdue overdue = FindOverdue(now);
+  young_rounds_ = static_cast<int>(std::count_if(
+      rounds_.begin(), rounds_.end(), [&overdue](const std::shared_ptr<Round>& round) {
+        return std::any_of(round->slices.begin(), round->slices.end(),
+                           [&overdue](const Round::Slice& slice) {
+                             return !slice.over && !overdue.contains(slice.backend.get());
+                           });
+      }));
   std::erase_if(queue_, [](const auto& call) {
     if (call->answered() && call->rounds == 0) FreeRows(*call);
     return call->answered();
   });
-  steps.start = TakeRound(now);
+  steps.start = TakeRound(now, overdue);
   return steps;
 }
 
@@ -166,11 +205,33 @@ bool Batcher::Review(const std::shared_ptr<Round>& round, Steps* steps) {
   return over;
 }
 
-std::shared_ptr<Round> Batcher::TakeRound(absl::Time now) {
+Batcher::Overdue Batcher::FindOverdue(absl::Time now) const {
+  Overdue overdue;
+  for (const std::shared_ptr<Round>& round : rounds_) {
+    if (now < round->start + options_.patience) continue;
+    for (const Round::Slice& slice : round->slices) {
+      if (!slice.over) overdue.insert(slice.backend.get());
+    }
+  }
+  return overdue;
+}
+
+bool Batcher::Needs(const BatchedCall& call, const Overdue& overdue) const {
+  if (overdue.empty()) return false;
+  const LayerPlacement placement = membership_->Place(layer_.layer);
+  const Tensor& ids = call.result.routing.topk_ids;
+  return std::any_of(ids.as<int32_t>() + call.planned * ids.dim(1),
+                     ids.as<int32_t>() + ids.num_elements(), [&](int32_t expert) {
+                       const int32_t server = placement.server_of_expert[expert];
+                       return server >= 0 && overdue.contains(placement.backends[server].get());
+                     });
+}
+
+std::shared_ptr<Round> Batcher::TakeRound(absl::Time now, const Overdue& overdue) {
   next_round_ = absl::InfiniteFuture();
   // Calls with many rounds in flight have to wait for these.
-  const auto may_go = [this](const std::shared_ptr<BatchedCall>& call) {
-    return call->rounds < options_.overlapping_rounds;
+  const auto may_go = [this, &overdue](const std::shared_ptr<BatchedCall>& call) {
+    return call->rounds < options_.overlapping_rounds && !Needs(*call, overdue);
   };
   const auto first = std::find_if(queue_.begin(), queue_.end(), may_go);
   if (first == queue_.end()) return nullptr;
@@ -212,6 +273,7 @@ std::shared_ptr<Round> Batcher::TakeRound(absl::Time now) {
     const int64_t tokens = std::min(left, room);
     round->parts.push_back({.call = call, .begin = call->planned, .tokens = tokens});
     room -= tokens;
+    tokens_in_flight_ += tokens;
     call->planned += tokens;
     ++call->rounds;
     if (tokens < left) cut.push_back(std::move(call));
@@ -309,21 +371,24 @@ void Batcher::OnReply(Round& round, size_t s, absl::StatusOr<Tensor> rows) {
           NameOf(rows->dtype()), " ", ShapeToString(rows->shape())));
     }
   }
-  absl::MutexLock lock(&mutex_);
-  if (slice.over) return;  // nobody waits for it
-  slice.over = true;
-  bool wake = !rows.ok();
-  if (rows.ok()) {
-    round.replies[s] = *std::move(rows);
-    if (std::all_of(round.slices.begin(), round.slices.end(),
-                    [](const Round::Slice& one) { return one.over; })) {
-      counters_->servers_ns += absl::ToInt64Nanoseconds(absl::Now() - round.sent);
+  {
+    absl::MutexLock lock(&mutex_);
+    if (slice.over) return;  // nobody waits for it
+    slice.over = true;
+    bool ready = !rows.ok();
+    if (rows.ok()) {
+      round.replies[s] = *std::move(rows);
+      if (std::all_of(round.slices.begin(), round.slices.end(),
+                      [](const Round::Slice& one) { return one.over; })) {
+        counters_->servers_ns += absl::ToInt64Nanoseconds(absl::Now() - round.sent);
+      }
+      for (const size_t p : slice.parts) ready |= --round.parts[p].missing == 0;
+    } else {
+      slice.failure = rows.status();
     }
-    for (const size_t p : slice.parts) wake |= --round.parts[p].missing == 0;
-  } else {
-    slice.failure = rows.status();
+    if (!ready || !BeginAdvance()) return;
   }
-  if (wake) wake_.Signal();
+  Advance();
 }
 
 int64_t Batcher::Capacity(DType dtype) const {

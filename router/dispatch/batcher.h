@@ -6,6 +6,7 @@
 #include <deque>
 #include <list>
 #include <memory>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -13,6 +14,8 @@
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "common/alarm_clock.h"
+#include "common/executor.h"
 #include "common/model/description.h"
 #include "router/dispatch/round.h"
 #include "router/placement/membership.h"
@@ -33,8 +36,8 @@ struct BatchingOptions {
   // small ones come between their rounds.
   int64_t max_tokens = 4096;
   int64_t max_reply_bytes = 32 << 20;
-  // A round older than this no longer counts as in flight: a stuck server must not hold back the
-  // calls that need other servers only.
+  // A server whose reply takes longer than this no longer holds back the calls that do not need it;
+  // those that do wait for it together.
   absl::Duration patience = absl::Seconds(1);
 };
 
@@ -58,22 +61,27 @@ struct RoundCounters {
 // not depend on the others that it was merged with, neither its bits nor whether it fails: that
 // depends on the servers that its own tokens need.
 //
-// There are no threads of its own. The thread that brings a call while nobody leads becomes the
-// leader: it starts rounds, waits for replies, combines and answers, until there are no calls left.
-// Thread-safe. Shared with the replies that are under way, which may outlive everything else.
+// There are no threads of its own. The thread that brings a call, a reply or an alarm goes on with
+// whatever can be done then (starts rounds, combines, answers) unless another thread is at it: that
+// one does it. Light work is done where it arises, so that a small call never waits for a thread;
+// more than that goes to the executor, so that the threads of the replies are free again soon.
+// Nothing ever blocks. Thread-safe. Shared with the replies that are under way, which may outlive
+// everything else.
 class Batcher : public std::enable_shared_from_this<Batcher> {
  public:
-  // `layer` and `counters` outlive the calls. `isa` is that of the combine.
+  // `layer`, `executor` and `clock` outlive the calls: none is used after the last answer. `isa` is
+  // that of the combine.
   Batcher(const LayerDescription& layer, std::shared_ptr<Membership> membership,
-          const BatchingOptions& options, Isa isa, RoundCounters* counters);
+          const BatchingOptions& options, Isa isa, Executor* executor, AlarmClock* clock,
+          std::shared_ptr<RoundCounters> counters);
 
   // Answers the call (call, result and done are filled in) as soon as its rounds are over, its
   // deadline has passed (DEADLINE_EXCEEDED), its caller has given up (CANCELLED) or a server that
-  // it needs has failed. Returns at once, or, as the leader, when no calls are left.
+  // it needs has failed.
   void Submit(std::shared_ptr<BatchedCall> call);
 
  private:
-  // What the leader does without the lock.
+  // What is done without the lock.
   struct Steps {
     std::vector<std::pair<ForwardDone, absl::Status>> failed;
     std::vector<std::pair<std::shared_ptr<ExpertBackend>, uint64_t>> cancelled;
@@ -84,14 +92,28 @@ class Batcher : public std::enable_shared_from_this<Batcher> {
     }
   };
 
-  void Lead();
+  using Overdue = std::set<const ExpertBackend*>;
+
+  // True for the caller who has to call Advance() next, without the lock.
+  bool BeginAdvance() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return !std::exchange(advancing_, true);
+  }
+  // Does everything that can be done now. `heavy`: on a thread that may be kept for long.
+  void Advance(bool heavy = false);
+  void OnAlarm(absl::Time time);
+  void SetAlarm() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Steps NextSteps(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void CheckCallers(absl::Time now, Steps* steps) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // True when the round is over.
   bool Review(const std::shared_ptr<Round>& round, Steps* steps)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The servers that have kept a round waiting for longer than the patience.
+  Overdue FindOverdue(absl::Time now) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // What is left of the call needs one of these servers.
+  bool Needs(const BatchedCall& call, const Overdue& overdue) const;
   // The next round if it is time for one; else null.
-  std::shared_ptr<Round> TakeRound(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  std::shared_ptr<Round> TakeRound(absl::Time now, const Overdue& overdue)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Run(Steps steps);
   void Start(const std::shared_ptr<Round>& round);
   void OnReply(Round& round, size_t slice, absl::StatusOr<Tensor> rows);
@@ -101,19 +123,23 @@ class Batcher : public std::enable_shared_from_this<Batcher> {
   const std::shared_ptr<Membership> membership_;
   const BatchingOptions options_;
   const Isa isa_;
-  RoundCounters* const counters_;
+  Executor* const executor_;
+  AlarmClock* const clock_;
+  const std::shared_ptr<RoundCounters> counters_;
+  const int64_t heavy_tokens_;  // more of them are heavy work
 
   // Guards also, of every round, the replies, `missing` of its parts, and `over` and `failure` of
-  // its slices. Everything else of rounds and calls is the leader's alone.
+  // its slices. Everything else of rounds and calls belongs to the thread in Advance().
   absl::Mutex mutex_;
-  absl::CondVar wake_;  // the leader
-  bool leading_ ABSL_GUARDED_BY(mutex_) = false;
+  bool advancing_ ABSL_GUARDED_BY(mutex_) = false;  // a thread is in Advance(), or will be
   std::deque<std::shared_ptr<BatchedCall>> queue_ ABSL_GUARDED_BY(mutex_);  // with tokens to plan
   int64_t queued_tokens_ ABSL_GUARDED_BY(mutex_) = 0;
-  std::list<std::shared_ptr<Round>> rounds_ ABSL_GUARDED_BY(mutex_);        // in flight
-  int young_rounds_ ABSL_GUARDED_BY(mutex_) = 0;                            // those that count
+  std::list<std::shared_ptr<Round>> rounds_ ABSL_GUARDED_BY(mutex_);  // in flight
+  int64_t tokens_in_flight_ ABSL_GUARDED_BY(mutex_) = 0;
+  int young_rounds_ ABSL_GUARDED_BY(mutex_) = 0;  // of which others wait for the end
   absl::Time next_check_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();    // of the callers
   absl::Time next_round_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteFuture();  // company is awaited
+  absl::Time alarm_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteFuture();       // the earliest set
 };
 
 }  // namespace expertmesh

@@ -1,6 +1,7 @@
 #include "router/dispatch/router.h"
 
 #include <algorithm>
+#include <limits>
 #include <new>
 #include <utility>
 #include <vector>
@@ -25,6 +26,11 @@ absl::Status CheckSupported(const LayerDescription& layer) {
   return absl::OkStatus();
 }
 
+absl::Span<const int32_t> TopkIds(const ForwardResult& result) {
+  const Tensor& ids = result.routing.topk_ids;
+  return {ids.as<int32_t>(), static_cast<size_t>(ids.num_elements())};
+}
+
 }  // namespace
 
 Router::Router(std::shared_ptr<const Checkpoint> checkpoint, const std::string& numerics,
@@ -32,7 +38,15 @@ Router::Router(std::shared_ptr<const Checkpoint> checkpoint, const std::string& 
     : checkpoint_(std::move(checkpoint)),
       options_(options),
       membership_(std::make_shared<Membership>(checkpoint_->model(), checkpoint_->fingerprint(),
-                                               numerics, options.startup_grace)) {}
+                                               numerics, options.startup_grace)),
+      executor_("forward", options.threads, std::numeric_limits<size_t>::max()) {}
+
+Router::~Router() {
+  const auto answered = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(calls_->mutex) {
+    return calls_->under_way == 0;
+  };
+  absl::MutexLock lock(&calls_->mutex, absl::Condition(&answered));
+}
 
 absl::StatusOr<std::unique_ptr<Router>> Router::Create(std::shared_ptr<const Checkpoint> checkpoint,
                                                        const std::string& numerics,
@@ -47,34 +61,59 @@ absl::StatusOr<std::unique_ptr<Router>> Router::Create(std::shared_ptr<const Che
     Layer& layer =
         router->layers_.try_emplace(description.layer, &description, std::move(gate)).first->second;
     if (options.batching.rounds_per_layer > 0) {
-      layer.batcher = std::make_shared<Batcher>(description, router->membership_, options.batching,
-                                                options.isa, &layer.counters);
+      layer.batcher =
+          std::make_shared<Batcher>(description, router->membership_, options.batching, options.isa,
+                                    &router->executor_, &router->clock_, layer.counters);
     }
   }
   return router;
 }
 
 void Router::Forward(ForwardCall call, ForwardDone done) {
+  {
+    absl::MutexLock lock(&calls_->mutex);
+    ++calls_->under_way;
+  }
   auto batched = std::make_shared<BatchedCall>();
   batched->call = std::move(call);
+  batched->done = [calls = calls_,
+                   done = std::move(done)](absl::StatusOr<ForwardResult> result) mutable {
+    std::move(done)(std::move(result));
+    absl::MutexLock lock(&calls->mutex);
+    --calls->under_way;
+  };
   absl::Status status;
   try {
     status = Prepare(batched.get());
   } catch (const std::bad_alloc&) {
     status = absl::ResourceExhaustedError("the router is out of memory for this call");
   }
-  if (!status.ok()) return std::move(done)(status);
-  if (batched->tokens() == 0) return std::move(done)(std::move(batched->result));
-  batched->done = std::move(done);
-  Layer& layer = layers_.at(batched->call.layer);
+  if (!status.ok()) return std::move(batched->done)(status);
+  if (batched->tokens() == 0) return std::move(batched->done)(std::move(batched->result));
+  if (membership_->Place(batched->call.layer).Missing(TopkIds(batched->result)).empty()) {
+    return Submit(std::move(batched));
+  }
+  const bool queued = executor_.TryRun([this, batched] {
+    const absl::Status there = WaitForServers(*batched);
+    if (!there.ok()) return std::move(batched->done)(there);
+    Submit(batched);
+  });
+  if (!queued) {
+    std::move(batched->done)(
+        absl::ResourceExhaustedError("the router has no thread to wait for servers on"));
+  }
+}
+
+void Router::Submit(std::shared_ptr<BatchedCall> call) {
+  Layer& layer = layers_.at(call->call.layer);
   std::shared_ptr<Batcher> batcher = layer.batcher;
   if (batcher == nullptr) {  // one of its own
     BatchingOptions options = options_.batching;
     options.rounds_per_layer = 1;
     batcher = std::make_shared<Batcher>(*layer.description, membership_, options, options_.isa,
-                                        &layer.counters);
+                                        &executor_, &clock_, layer.counters);
   }
-  batcher->Submit(std::move(batched));
+  batcher->Submit(std::move(call));
 }
 
 absl::Status Router::Prepare(BatchedCall* batched) {
@@ -101,18 +140,20 @@ absl::Status Router::Prepare(BatchedCall* batched) {
   ForwardResult& result = batched->result;
   const absl::Time start = absl::Now();
   ASSIGN_OR_RETURN(result.routing, layer.gate.Route(hidden_states, call.first_row));
-  layer.counters.gate_ns += absl::ToInt64Nanoseconds(absl::Now() - start);
+  layer.counters->gate_ns += absl::ToInt64Nanoseconds(absl::Now() - start);
   result.output = Tensor(hidden_states.dtype(), hidden_states.shape());
-  if (hidden_states.dim(0) == 0) return absl::OkStatus();
+  return absl::OkStatus();
+}
 
-  const absl::Span<const int32_t> ids(result.routing.topk_ids.as<int32_t>(),
-                                      static_cast<size_t>(result.routing.topk_ids.num_elements()));
+absl::Status Router::WaitForServers(const BatchedCall& batched) const {
+  const ForwardCall& call = batched.call;
   // So early that the answer, which names the experts, is there before the caller's own clock runs
   // out.
   const absl::Duration left = call.deadline - absl::Now();
   const absl::Time answer_by = call.deadline - std::min(absl::Milliseconds(100), left / 10);
+  const int32_t num_experts = layers_.at(call.layer).description->router.num_experts;
   return membership_
-      ->WaitFor(call.layer, NeededExperts(ids, layer.description->router.num_experts), answer_by,
+      ->WaitFor(call.layer, NeededExperts(TopkIds(batched.result), num_experts), answer_by,
                 call.cancelled)
       .status();
 }

@@ -7,8 +7,12 @@
 #include <string>
 #include <utility>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "common/alarm_clock.h"
+#include "common/executor.h"
 #include "common/model/checkpoint.h"
 #include "router/dispatch/batcher.h"
 #include "router/dispatch/forward_call.h"
@@ -24,49 +28,69 @@ struct RouterOptions {
   // A call for experts that no server has held yet waits for at most this long after the start.
   absl::Duration startup_grace = absl::Seconds(60);
   BatchingOptions batching;
+  // Threads for what takes long or waits: started when needed, one for each such call, and for each
+  // layer that works. Calls that wait for servers to come hold back nobody while there are as many
+  // as calls.
+  int threads = 1024;
 };
 
-// Holds the gates of all layers and the membership. Thread-safe; outlives every call.
+// Holds the gates of all layers and the membership. Thread-safe.
 class Router {
  public:
   // Reads the gates of all layers. INVALID_ARGUMENT for options that cannot work.
   static absl::StatusOr<std::unique_ptr<Router>> Create(
       std::shared_ptr<const Checkpoint> checkpoint, const std::string& numerics,
       const RouterOptions& options);
+  // Waits for the answers to all calls.
+  ~Router();
 
   // `done` gets the result, or why there is none: INVALID_ARGUMENT naming the field;
   // DEADLINE_EXCEEDED; CANCELLED; UNAVAILABLE naming the experts, also when the deadline passes
-  // while servers are awaited.
+  // while servers are awaited; RESOURCE_EXHAUSTED when there is no memory or thread for it.
   //
-  // Blocks: while the gate computes and servers are awaited; and when it finds the layer idle, it
-  // goes on until that is so again, answering the calls that other threads bring meanwhile.
+  // Computes the gate on this thread, and what can be done at once; does not block.
   void Forward(ForwardCall call, ForwardDone done);
+
+  // For work around calls that is too long for the thread it arises on.
+  Executor& executor() { return executor_; }
 
   const Checkpoint& checkpoint() const { return *checkpoint_; }
   // Shared, because streams to servers that are ending may outlive the router.
   const std::shared_ptr<Membership>& membership() const { return membership_; }
   // The model has the layer.
-  const RoundCounters& counters(int32_t layer) const { return layers_.at(layer).counters; }
+  const RoundCounters& counters(int32_t layer) const { return *layers_.at(layer).counters; }
 
  private:
   struct Layer {
     Layer(const LayerDescription* d, Gate g) : description(d), gate(std::move(g)) {}
     const LayerDescription* description;
     Gate gate;
-    RoundCounters counters;
+    // Shared with replies that come after the last answer.
+    std::shared_ptr<RoundCounters> counters = std::make_shared<RoundCounters>();
     std::shared_ptr<Batcher> batcher;  // null where calls are not merged
+  };
+  // Shared with the answers, the last of which ends the router's wait for them.
+  struct Calls {
+    absl::Mutex mutex;
+    int64_t under_way ABSL_GUARDED_BY(mutex) = 0;
   };
 
   Router(std::shared_ptr<const Checkpoint> checkpoint, const std::string& numerics,
          const RouterOptions& options);
 
-  // What happens to a call before its rounds.
+  // Checks the call and computes its gate.
   absl::Status Prepare(BatchedCall* call);
+  // Waits for the servers that the call needs. Blocks.
+  absl::Status WaitForServers(const BatchedCall& call) const;
+  void Submit(std::shared_ptr<BatchedCall> call);
 
   const std::shared_ptr<const Checkpoint> checkpoint_;
   const RouterOptions options_;
   const std::shared_ptr<Membership> membership_;
   std::map<int32_t, Layer> layers_;
+  const std::shared_ptr<Calls> calls_ = std::make_shared<Calls>();
+  AlarmClock clock_{"batching"};
+  Executor executor_;
 };
 
 }  // namespace expertmesh

@@ -10,8 +10,8 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
+#include "common/executor.h"
 #include "common/rpc/channel.h"
-#include "common/rpc/executor.h"
 #include "common/rpc/status.h"
 #include "common/rpc/tensor_codec.h"
 #include "common/status.h"

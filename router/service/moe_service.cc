@@ -35,6 +35,9 @@ absl::Status CheckSupported(const v1::ForwardRequest& request) {
   return absl::OkStatus();
 }
 
+// Decoding one and computing its gate takes no longer than handing it to another thread.
+constexpr size_t kSmallRequest = 64 << 10;  // bytes
+
 // How long it takes until requests have left a full router, give or take.
 constexpr absl::Duration kRetryAfter = absl::Milliseconds(100);
 
@@ -85,7 +88,7 @@ class ForwardReactor final : public grpc::ServerUnaryReactor {
         bytes_(static_cast<int64_t>(request->Length())) {}
   void Keep(std::shared_ptr<ForwardReactor> self) { self_ = std::move(self); }
 
-  // Decodes, forwards, answers. May block.
+  // Decodes, forwards, answers.
   static void Run(const std::shared_ptr<ForwardReactor>& self, Router* router) {
     if (self->cancelled_) return self->Answer(absl::CancelledError("the caller has given up"));
     v1::ForwardRequest request;
@@ -197,8 +200,10 @@ grpc::ServerUnaryReactor* MoeServiceImpl::Forward(grpc::CallbackServerContext* c
       context, request, response, [this](int64_t bytes) { Release(0, -bytes); },
       [this](int64_t bytes) { Release(1, bytes); });
   reactor->Keep(reactor);
-  // There is room for every request that is let in, but not always a thread.
-  if (!executor_->TryRun([this, reactor] { ForwardReactor::Run(reactor, router_); })) {
+  if (request->Length() <= kSmallRequest) {
+    ForwardReactor::Run(reactor, router_);
+  } else if (!router_->executor().TryRun(
+                 [this, reactor] { ForwardReactor::Run(reactor, router_); })) {
     reactor->Answer(RetryLater("the router has no thread for the request", kRetryAfter));
   }
   return reactor.get();

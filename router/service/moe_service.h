@@ -8,7 +8,6 @@
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
-#include "common/rpc/executor.h"
 #include "expertmesh/v1/moe.grpc.pb.h"
 #include "router/dispatch/router.h"
 
@@ -23,16 +22,15 @@ struct AdmissionLimits {
   int64_t bytes = int64_t{2} << 30;
 };
 
-// Forward runs on the executor, whose threads may block; the two others answer at once.
-// Thread-safe.
+// Small requests are worked on where they arrive, large ones on the router's executor. Thread-safe.
 class MoeServiceImpl final
     : public v1::MoeService::WithRawCallbackMethod_Forward<
           v1::MoeService::WithCallbackMethod_GetModel<
               v1::MoeService::WithCallbackMethod_GetCluster<v1::MoeService::Service>>> {
  public:
-  // Both outlive the service and every call. The executor has room for limits.requests.
-  MoeServiceImpl(Router* router, Executor* executor, const AdmissionLimits& limits)
-      : router_(router), executor_(executor), limits_(limits) {}
+  // The router outlives the service and every call.
+  MoeServiceImpl(Router* router, const AdmissionLimits& limits)
+      : router_(router), limits_(limits) {}
 
   grpc::ServerUnaryReactor* Forward(grpc::CallbackServerContext* context,
                                     const grpc::ByteBuffer* request,
@@ -54,7 +52,6 @@ class MoeServiceImpl final
   void Release(int64_t requests, int64_t bytes);
 
   Router* const router_;
-  Executor* const executor_;
   const AdmissionLimits limits_;
   absl::Mutex mutex_;
   int64_t under_way_ ABSL_GUARDED_BY(mutex_) = 0;

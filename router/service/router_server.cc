@@ -3,7 +3,6 @@
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 
 #include "common/rpc/process.h"
@@ -20,8 +19,7 @@ constexpr absl::Duration kFlush = absl::Milliseconds(100);  // for answers that 
 
 RouterServer::RouterServer(std::unique_ptr<Router> router, const RouterServerOptions& options)
     : router_(std::move(router)),
-      executor_("forward", options.threads, std::numeric_limits<size_t>::max()),
-      moe_service_(router_.get(), &executor_, options.limits),
+      moe_service_(router_.get(), options.limits),
       cluster_service_(router_->membership(), options.channel) {}
 
 absl::StatusOr<std::unique_ptr<RouterServer>> RouterServer::Start(

@@ -7,7 +7,6 @@
 #include "absl/status/statusor.h"
 #include "common/model/checkpoint.h"
 #include "common/rpc/channel.h"
-#include "common/rpc/executor.h"
 #include "router/dispatch/router.h"
 #include "router/service/cluster_service.h"
 #include "router/service/moe_service.h"
@@ -16,10 +15,6 @@ namespace expertmesh {
 
 struct RouterServerOptions {
   std::string listen = "127.0.0.1:7070";  // port 0: chosen by the kernel
-  // Started when needed: one for each call whose gate is computed or that waits for servers to
-  // come, and for each layer that works. As many as there may be requests: those who wait for
-  // servers hold back nobody.
-  int threads = 1024;
   AdmissionLimits limits;
   ChannelOptions channel;
   RouterOptions router;
@@ -43,7 +38,6 @@ class RouterServer {
   RouterServer(std::unique_ptr<Router> router, const RouterServerOptions& options);
 
   const std::unique_ptr<Router> router_;
-  Executor executor_;
   MoeServiceImpl moe_service_;
   ClusterServiceImpl cluster_service_;
   ListeningServer listening_;

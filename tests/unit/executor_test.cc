@@ -1,4 +1,4 @@
-#include "common/rpc/executor.h"
+#include "common/executor.h"
 
 #include <gtest/gtest.h>
 #include <pthread.h>

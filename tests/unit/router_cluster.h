@@ -301,7 +301,7 @@ inline std::unique_ptr<Router> MakeCluster(
   return router;
 }
 
-// Blocks until the call is answered (and until this thread no longer leads).
+// Blocks until the call is answered.
 inline absl::StatusOr<ForwardResult> Forward(Router& router, const ForwardCall& call) {
   absl::StatusOr<ForwardResult> result = absl::InternalError("not answered");
   absl::Mutex mutex;
