@@ -21,13 +21,16 @@ struct RouterWeights {
   Tensor logits_bias;       // F32 [E], or empty [0]
   Tensor selection_bias;    // F32 [E], or empty [0]
   Tensor per_expert_scale;  // F32 [E], or empty [0]
+  Tensor shared_gate;       // [S, D] as stored where shared experts are gated, or empty [0]
 };
 
 // One expert's matrices, each as stored (F32, BF16 or F16), in the canonical arrangement whatever
 // the file's.
 struct ExpertWeights {
-  Tensor gate_up;  // [2F, D]: gate rows, then up rows
-  Tensor down;     // [D, F]
+  Tensor gate_up;       // [2F, D]: gate rows, then up rows; [F, D] where there is no gate
+  Tensor down;          // [D, F]
+  Tensor gate_up_bias;  // F32 [2F] or [F], or empty [0]
+  Tensor down_bias;     // F32 [D], or empty [0]
 };
 
 // Opened by Open(), immutable afterwards; all methods may be called concurrently and block on file
@@ -50,7 +53,7 @@ class Checkpoint {
   // SHA-256 (hex) of the configuration, of every tensor's name, dtype, shape and a sample of its
   // bytes, and of the number format of every layer.
   virtual const std::string& fingerprint() const = 0;
-  // Bytes of one expert of that layer as stored; layer is one of model().layers.
+  // Bytes of one routed expert of that layer as stored; layer is one of model().layers.
   virtual int64_t ExpertBytes(int32_t layer) const = 0;
   // Names of tensors that no served layer uses (attention, norms, embeddings, ...), sorted.
   virtual const std::vector<std::string>& skipped_tensors() const = 0;
@@ -60,6 +63,8 @@ class Checkpoint {
   // Copies the weights out of the files; touches no other tensor's bytes, and leaves no page of the
   // file mapped. NOT_FOUND if layer or expert do not exist; INVALID_ARGUMENT if a weight is NaN or
   // infinite.
+  //
+  // Of a dense layer the router's weights are all empty. Experts E, E+1, ... are the shared ones.
   virtual absl::StatusOr<RouterWeights> ReadRouter(int32_t layer) const = 0;
   virtual absl::StatusOr<ExpertWeights> ReadExpert(int32_t layer, int32_t expert) const = 0;
 };

@@ -95,12 +95,14 @@ struct ExpertDescriptor {
   DType weight_dtype = DType::kBF16;  // as stored: F32, BF16 or F16
 };
 
+// A dense layer is one without routed experts (E = K = 0) and with one shared expert.
 enum class LayerKind { kMoe, kDense };
 
-// Shared experts are ordinary experts with ids E, E+1, ... that every token selects.
+// Shared experts are ordinary experts with ids E, E+1, ... that every token selects, in this order,
+// beside its routed ones; every server holds them.
 struct SharedExperts {
   int32_t count = 0;
-  int64_t intermediate_size = 0;
+  ExpertDescriptor experts;       // its own sizes, activation, biases and dtype
   bool gated_by_sigmoid = false;  // weighed by sigmoid(x g^T) instead of 1
   bool averaged = false;          // the block's output is the mean of the routed and the shared sum
 };
@@ -110,7 +112,7 @@ struct LayerDescription {
   int32_t layer = 0;  // Hugging Face decoder index
   LayerKind kind = LayerKind::kMoe;
   RouterDescriptor router;
-  ExpertDescriptor experts;
+  ExpertDescriptor experts;  // the routed ones; of a dense layer only hidden_size counts
   SharedExperts shared;
 };
 
