@@ -167,6 +167,7 @@ class GrpcExpertBackend::Stream final
         pending_.erase(found);
       }
       MaybeHalfClose();
+      StartRead(&incoming_);  // others are not to wait for what this one sets off
     }
     if (done) {
       if (absl::IsResourceExhausted(status)) {
@@ -183,8 +184,6 @@ class GrpcExpertBackend::Stream final
         std::move(done)(std::move(rows));
       }
     }
-    absl::MutexLock lock(&mutex_);
-    StartRead(&incoming_);
   }
 
   void OnWriteDone(bool ok) override {
@@ -215,8 +214,8 @@ class GrpcExpertBackend::Stream final
       absl::MutexLock lock(&mutex_);
       if (!refused_.ok()) reason = refused_;
     }
+    events_.on_gone(reason);  // first: who hears of a failure must not try this server again
     for (auto& [round_id, done] : pending) std::move(done)(reason);
-    events_.on_gone(reason);
   }
 
  private:
