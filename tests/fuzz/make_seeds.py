@@ -2,8 +2,8 @@
 
 usage: make_seeds.py FOLDER
 
-FOLDER/seeds/<target>/smallest is the smallest input that is accepted, FOLDER/known/<target>/ has
-others that somebody has thought of: valid_* and hostile_*.
+FOLDER/all/<target>/ has what somebody has thought of: the smallest input that is accepted, valid_*
+and hostile_*. FOLDER/valid/<target>/ has the first two of these, FOLDER/smallest/<target>/ the first.
 
 Needs nothing but Python. The safetensors files are those of the format's reference tests, the
 attacks on it, and what older writers made; the configurations are those of the supported families
@@ -228,7 +228,7 @@ def forward():
         "valid_f32": number(1, 1) + rows,
         "valid_bf16": number(4, 1) + block(15, tensor_of(BF16, [3, 5], halves(15))),
         "valid_no_tokens": number(1, 0) + block(15, tensor_of(F16, [0, 5], b"")),
-        "valid_pins": block(2, b"fingerprint") + number(3, 9) + number(10, 100) + rows,
+        "valid_pins": block(2, b"fingerprint") + number(3, 3) + number(10, 100) + rows,
         "hostile_reserved": number(5, 1) + block(6, b"context") + block(7, tensor_of(I32, [1], bytes(4))) + rows,
         "hostile_nan": block(15, tensor_of(F32, [1, 5], b"\0\0\xc0\x7f" * 5)),
         "hostile_not_utf8": block(2, b"\xff\xfe") + rows,
@@ -244,10 +244,11 @@ def main():
         sys.exit(__doc__)
     for make in (safetensors, config, dispatch, forward):
         for name, content in make().items():
-            kind = "seeds" if name == "smallest" else "known"
-            folder = Path(sys.argv[1]) / kind / make.__name__
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(content)
+            kinds = {"all": True, "valid": not name.startswith("hostile_"), "smallest": name == "smallest"}
+            for kind in (kind for kind, of_it in kinds.items() if of_it):
+                folder = Path(sys.argv[1]) / kind / make.__name__
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(content)
 
 
 if __name__ == "__main__":
