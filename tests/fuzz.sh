@@ -14,8 +14,8 @@ one feeds its bytes to, tests/fuzz/targets.h says. Fails if
   a corpus does not reach twice the edges of its seeds, which are hand-made inputs of tests/fuzz/make_seeds.py:
       safetensors  all, valid and hostile
       config       all, valid and hostile
-      dispatch     the valid ones: they are requests; the hostile ones are also taken for replies
-      forward      the smallest one: the valid ones get through the router, where most edges are
+      dispatch     the valid requests; refused ones and replies get through the router, where most edges are
+      forward      the smallest one: the other valid ones get through the router
       (edges: of our code and of what it has inlined, without what sets a target up; with both sanitizers)
   a corpus does not reach more edges than all hand-made inputs of its target
   the bug of tests/fuzz/planted_bug.cc is not found

@@ -2,8 +2,9 @@
 
 usage: make_seeds.py FOLDER
 
-FOLDER/all/<target>/ has what somebody has thought of: the smallest input that is accepted, valid_*
-and hostile_*. FOLDER/valid/<target>/ has the first two of these, FOLDER/smallest/<target>/ the first.
+FOLDER/all/<target>/ has what somebody has thought of: the smallest input that is accepted, valid_*,
+reply_* (of a server, where the others are requests) and hostile_*. FOLDER/valid/<target>/ has the first
+two of these, FOLDER/smallest/<target>/ the first.
 
 Needs nothing but Python. The safetensors files are those of the format's reference tests, the
 attacks on it, and what older writers made; the configurations are those of the supported families
@@ -198,6 +199,9 @@ def dispatch():
         "valid_f16": slice_of(2, [0, 2, 3], [1, 1, 1], [0, 0, 0], tensor_of(F16, [1, 9], bytes(18))),
         "valid_no_rows": slice_of(0, [], [], [], tensor_of(F32, [0, 4], b"")),
         "valid_tensor_first": block(15, rows) + number(3, 1) + number(99, 1) + packed(4, [0]) + packed(5, [0]),
+        "reply_rows": number(1, 7) + block(15, rows),
+        "reply_error": number(1, 7) + number(2, 14) + block(3, b"what went wrong"),
+        "reply_full": number(1, 7) + number(2, 8) + block(3, b"full") + number(4, 100),
         "hostile_nothing": b"",
         "hostile_cut": good[:-3],
         "hostile_other_expert": slice_of(0, [1], [1], [0], rows),
@@ -244,7 +248,7 @@ def main():
         sys.exit(__doc__)
     for make in (safetensors, config, dispatch, forward):
         for name, content in make().items():
-            kinds = {"all": True, "valid": not name.startswith("hostile_"), "smallest": name == "smallest"}
+            kinds = {"all": True, "valid": name == "smallest" or name.startswith("valid_"), "smallest": name == "smallest"}
             for kind in (kind for kind, of_it in kinds.items() if of_it):
                 folder = Path(sys.argv[1]) / kind / make.__name__
                 folder.mkdir(parents=True, exist_ok=True)
