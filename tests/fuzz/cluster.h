@@ -1,4 +1,4 @@
-// A cluster in one thread: a router whose servers answer at once.
+// A cluster in one process: a router whose servers answer before they are left.
 #pragma once
 
 #include <functional>
