@@ -1,4 +1,4 @@
-// Threads for work that blocks or computes: gRPC's own threads must do neither.
+// Threads for work that blocks or takes long: gRPC's own threads must not be kept.
 #pragma once
 
 #include <cstddef>

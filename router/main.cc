@@ -26,8 +26,10 @@ int Main(int argc, char** argv) {
   app.add_option("--listen", options.listen,
                  "HOST:PORT to serve on, port 0: any free one; or unix:/PATH")
       ->capture_default_str();
-  app.add_option("--threads", options.router.threads,
-                 "large calls that are worked on or calls that wait for servers, at a time")
+  app.add_option(
+         "--threads", options.router.threads,
+         "threads for large calls, and as many for calls that wait for servers to come; started "
+         "when needed")
       ->capture_default_str()
       ->check(CLI::Range(1, 1024));
   app.add_option("--queue", options.limits.requests,

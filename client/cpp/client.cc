@@ -24,9 +24,10 @@ namespace {
 constexpr char kForward[] = "/expertmesh.v1.MoeService/Forward";
 // Left for headers of a message whose tensors fill the limit.
 constexpr int64_t kHeaderBytes = 4096;
-// Parts of one call that are under way at a time: the next is there when the router has computed
-// one.
+// Parts of one call that are under way at a time: the router has the next when it has computed one.
 constexpr size_t kPartsUnderWay = 2;
+// Between calls nobody but gRPC's timer looks, every 5 s, whether the router has answered a ping.
+constexpr absl::Duration kPingTimeout = absl::Seconds(12);
 
 // Copies `part` to rows [begin, ...) of `whole`.
 void PutRows(const Tensor& part, int64_t begin, Tensor* whole) {
@@ -184,8 +185,8 @@ class GrpcClient final : public Client {
         one->rows = Tensor(hidden_states.dtype(), {count, hidden_states.dim(1)});
         std::memcpy(one->rows.data(), hidden_states.data() + next * row_bytes,
                     one->rows.num_bytes());
-        Start(layer, one->rows, next, deadline, &one->part);
         under_way.push_back(std::move(one));
+        Start(layer, under_way.back()->rows, next, deadline, &under_way.back()->part);
         next += count;
         continue;
       }
@@ -242,7 +243,8 @@ class GrpcClient final : public Client {
 absl::StatusOr<std::unique_ptr<Client>> Client::Create(const std::string& routers,
                                                        const ClientOptions& options) {
   ASSIGN_OR_RETURN(std::shared_ptr<grpc::Channel> channel,
-                   MakeChannel(routers, {.max_message_bytes = options.max_message_bytes}));
+                   MakeChannel(routers, {.max_message_bytes = options.max_message_bytes,
+                                         .ping_timeout = kPingTimeout}));
   return std::make_unique<GrpcClient>(std::move(channel), routers, options);
 }
 

@@ -23,10 +23,10 @@
 namespace expertmesh {
 namespace {
 
-// A peer that stops answering is noticed within kKeepaliveTimeMs + kKeepaliveTimeoutMs. Servers
-// permit pings more often than anyone sends them, else they would answer GOAWAY "too_many_pings".
+// A peer that stops answering is noticed within kKeepaliveTimeMs and the time-out. Servers permit
+// pings more often than anyone sends them, else they would answer GOAWAY "too_many_pings".
 constexpr int kKeepaliveTimeMs = 10'000;
-constexpr int kKeepaliveTimeoutMs = 5'000;
+constexpr int kServerPingTimeoutMs = 12'000;
 constexpr int kMinPingIntervalMs = 5'000;
 
 // How long one attempt to connect may take; gRPC calls this the minimal back-off.
@@ -186,7 +186,8 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> MakeChannel(const std::string& ad
                   kRetryBufferExtraBytes);
   args.SetServiceConfigJSON(kServiceConfig);
   args.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveTimeMs);
-  args.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kKeepaliveTimeoutMs);
+  args.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS,
+              static_cast<int>(absl::ToInt64Milliseconds(options.ping_timeout)));
   args.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   args.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   args.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
@@ -225,7 +226,7 @@ absl::StatusOr<ListeningServer> StartServer(const std::string& listen,
   builder.AddListeningPort(listen, grpc::InsecureServerCredentials(), &port);
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveTimeMs);
-  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kKeepaliveTimeoutMs);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kServerPingTimeoutMs);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS,
                              kMinPingIntervalMs);

@@ -17,6 +17,9 @@ namespace expertmesh {
 struct ChannelOptions {
   // Largest message in either direction, in bytes. Default 64 MiB. At most 2 GiB - 1.
   int max_message_bytes = 64 << 20;
+  // A peer that does not answer a ping for this long is gone; a ping is sent after 10 s of silence.
+  // Of channels only: servers give their peers, idle clients among them, 12 s.
+  absl::Duration ping_timeout = absl::Seconds(5);
 };
 
 // INVALID_ARGUMENT, naming `field`, unless `address` is one HOST:PORT or unix:/PATH. Resolves

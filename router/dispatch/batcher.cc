@@ -15,10 +15,6 @@ absl::Status OutOfMemory() {
   return absl::ResourceExhaustedError("the router is out of memory for this call");
 }
 
-// More elements of hidden states (T * D) than these are heavy work: some 0.2 ms of gathering and
-// combining, at which handing it to another thread no longer counts.
-constexpr int64_t kHeavyElements = 64 << 10;
-
 // Nothing more is to be done for the call: the rounds that refer to it may last long yet, and must
 // not keep its rows until then.
 void FreeRows(BatchedCall& call) {
@@ -52,6 +48,7 @@ absl::Status Validate(const BatchingOptions& options) {
   RETURN_IF_ERROR(check("rounds_per_layer", 0, options.rounds_per_layer));
   RETURN_IF_ERROR(check("overlapping_rounds", 1, options.overlapping_rounds));
   RETURN_IF_ERROR(check("max_tokens", 1, options.max_tokens));
+  RETURN_IF_ERROR(check("light_elements", 0, options.light_elements));
   return check("max_reply_bytes", 1, options.max_reply_bytes);
 }
 
@@ -65,7 +62,7 @@ Batcher::Batcher(const LayerDescription& layer, std::shared_ptr<Membership> memb
       executor_(executor),
       clock_(clock),
       counters_(std::move(counters)),
-      heavy_tokens_(kHeavyElements / layer.experts.hidden_size) {}
+      light_tokens_(options.light_elements / layer.experts.hidden_size) {}
 
 void Batcher::Submit(std::shared_ptr<BatchedCall> call) {
   {
@@ -76,7 +73,8 @@ void Batcher::Submit(std::shared_ptr<BatchedCall> call) {
     const int64_t capacity = Capacity(call->call.hidden_states.dtype());
     queue_.push_back(std::move(call));
     if (young_rounds_ >= options_.rounds_per_layer && queued_tokens_ < capacity) {
-      SetAlarm();  // it has to wait for the end of a round, in vain perhaps
+      // It has to wait for the end of a round, in vain perhaps.
+      if (!advancing_) SetAlarm();
       return;
     }
     if (!BeginAdvance()) return;
@@ -84,42 +82,54 @@ void Batcher::Submit(std::shared_ptr<BatchedCall> call) {
   Advance();
 }
 
-void Batcher::Advance(bool heavy) {
+void Batcher::Advance(bool may_take_long) {
   while (true) {
     Steps steps;
     {
       absl::MutexLock lock(&mutex_);
-      if (heavy || queued_tokens_ + tokens_in_flight_ <= heavy_tokens_) {
-        steps = NextSteps(absl::Now());
-        if (steps.empty()) {
-          advancing_ = false;
-          SetAlarm();
-          return;
-        }
+      steps = NextSteps(absl::Now());
+      if (steps.empty()) {
+        advancing_ = false;
+        SetAlarm();
+        return;
       }
     }
-    if (!steps.empty()) {
-      Run(std::move(steps));
-    } else if (executor_->TryRun([self = shared_from_this()] { self->Advance(/*heavy=*/true); })) {
-      return;
-    } else {
-      heavy = true;  // there is no other thread
+    if (!may_take_long && IsHeavy(steps)) {
+      const auto handed_over = std::make_shared<Steps>(std::move(steps));
+      if (executor_->TryRun([self = shared_from_this(), handed_over] {
+            self->Run(std::move(*handed_over));
+            self->Advance(/*may_take_long=*/true);
+          })) {
+        return;
+      }
+      steps = std::move(*handed_over);
+      may_take_long = true;  // there is no other thread
     }
+    Run(std::move(steps));
   }
+}
+
+bool Batcher::IsHeavy(const Steps& steps) const {
+  int64_t tokens = 0;
+  if (steps.start != nullptr) {
+    for (const Round::Part& part : steps.start->parts) tokens += part.tokens;
+  }
+  for (const auto& [round, p] : steps.ready) tokens += round->parts[p].tokens;
+  return tokens > light_tokens_;
 }
 
 void Batcher::SetAlarm() {
   if (queue_.empty() && rounds_.empty()) return;
   const absl::Time time = std::min(next_check_, next_round_);
-  if (time >= alarm_) return;
-  alarm_ = time;
+  if (!alarms_.empty() && *alarms_.begin() <= time) return;
+  alarms_.insert(time);
   clock_->At(time, [self = shared_from_this(), time] { self->OnAlarm(time); });
 }
 
 void Batcher::OnAlarm(absl::Time time) {
   {
     absl::MutexLock lock(&mutex_);
-    if (time == alarm_) alarm_ = absl::InfiniteFuture();
+    alarms_.erase(time);
     if ((queue_.empty() && rounds_.empty()) || !BeginAdvance()) return;
   }
   Advance();
@@ -128,27 +138,20 @@ void Batcher::OnAlarm(absl::Time time) {
 Batcher::Steps Batcher::NextSteps(absl::Time now) {
   Steps steps;
   if (now >= next_check_) CheckCallers(now, &steps);
-  for (auto round = rounds_.begin(); round != rounds_.end();) {
-    if (Review(*round, &steps)) {
-      for (const Round::Part& part : (*round)->parts) tokens_in_flight_ -= part.tokens;
-      round = rounds_.erase(round);
-    } else {
-      ++round;
-    }
-  }
-  const Overdue overdue = FindOverdue(now);
-  young_rounds_ = static_cast<int>(std::count_if(
-      rounds_.begin(), rounds_.end(), [&overdue](const std::shared_ptr<Round>& round) {
-        return std::any_of(round->slices.begin(), round->slices.end(),
-                           [&overdue](const Round::Slice& slice) {
-                             return !slice.over && !overdue.contains(slice.backend.get());
-                           });
-      }));
-  std::erase_if(queue_, [](const auto& call) {
+  FindSuspects(now);  // before the rounds of those who have just given up are
+  std::erase_if(rounds_, [&](const std::shared_ptr<Round>& round) ABSL_EXCLUSIVE_LOCKS_REQUIRED(
+                             mutex_) { return Review(round, &steps); });
+  if (rounds_.empty()) last_reply_.clear();
+  young_rounds_ = static_cast<int>(
+      std::count_if(rounds_.begin(), rounds_.end(),
+                    [this](const std::shared_ptr<Round>& round)
+                        ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return WaitsForTrusted(*round); }));
+  const size_t left = std::erase_if(queue_, [](const auto& call) {
     if (call->answered() && call->rounds == 0) FreeRows(*call);
     return call->answered();
   });
-  steps.start = TakeRound(now, overdue);
+  if (left > 0) CountQueued();
+  steps.start = TakeRound(now);
   return steps;
 }
 
@@ -205,46 +208,86 @@ bool Batcher::Review(const std::shared_ptr<Round>& round, Steps* steps) {
   return over;
 }
 
-Batcher::Overdue Batcher::FindOverdue(absl::Time now) const {
-  Overdue overdue;
+void Batcher::FindSuspects(absl::Time now) {
   for (const std::shared_ptr<Round>& round : rounds_) {
     if (now < round->start + options_.patience) continue;
     for (const Round::Slice& slice : round->slices) {
-      if (!slice.over) overdue.insert(slice.backend.get());
+      const auto last = last_reply_.find(slice.backend.get());
+      if (slice.over || (last != last_reply_.end() && now < last->second + options_.patience)) {
+        continue;
+      }
+      suspects_.insert(slice.backend.get());
     }
   }
-  return overdue;
 }
 
-bool Batcher::Needs(const BatchedCall& call, const Overdue& overdue) const {
-  if (overdue.empty()) return false;
-  const LayerPlacement placement = membership_->Place(layer_.layer);
-  const Tensor& ids = call.result.routing.topk_ids;
-  return std::any_of(ids.as<int32_t>() + call.planned * ids.dim(1),
-                     ids.as<int32_t>() + ids.num_elements(), [&](int32_t expert) {
-                       const int32_t server = placement.server_of_expert[expert];
-                       return server >= 0 && overdue.contains(placement.backends[server].get());
+bool Batcher::WaitsForTrusted(const Round& round) const {
+  return std::any_of(round.slices.begin(), round.slices.end(),
+                     [this](const Round::Slice& slice) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+                       return !slice.over && !suspects_.contains(slice.backend.get());
                      });
 }
 
-std::shared_ptr<Round> Batcher::TakeRound(absl::Time now, const Overdue& overdue) {
+bool Batcher::WaitsForSuspect(const Round& round) const {
+  return std::any_of(round.slices.begin(), round.slices.end(),
+                     [this](const Round::Slice& slice) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+                       return !slice.over && suspects_.contains(slice.backend.get());
+                     });
+}
+
+std::vector<bool> Batcher::NeedSuspect() const {
+  std::vector<bool> need(queue_.size());
+  if (suspects_.empty()) return need;
+  const LayerPlacement placement = membership_->Place(layer_.layer);
+  const auto suspected = [&](int32_t expert) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    const int32_t server = placement.server_of_expert[expert];
+    return server >= 0 && suspects_.contains(placement.backends[server].get());
+  };
+  for (size_t i = 0; i < queue_.size(); ++i) {
+    const Tensor& ids = queue_[i]->result.routing.topk_ids;
+    need[i] = std::any_of(ids.as<int32_t>() + queue_[i]->planned * ids.dim(1),
+                          ids.as<int32_t>() + ids.num_elements(), suspected);
+  }
+  return need;
+}
+
+void Batcher::CountQueued() {
+  queued_tokens_ = 0;
+  for (const std::shared_ptr<BatchedCall>& call : queue_) {
+    queued_tokens_ += call->tokens() - call->planned;
+  }
+}
+
+std::shared_ptr<Round> Batcher::TakeRound(absl::Time now) {
   next_round_ = absl::InfiniteFuture();
+  if (queue_.empty() ||
+      young_rounds_ >= std::max(options_.rounds_per_layer, options_.overlapping_rounds)) {
+    return nullptr;
+  }
+  const std::vector<bool> need_suspect = NeedSuspect();
+  const bool suspect_busy =
+      std::any_of(rounds_.begin(), rounds_.end(),
+                  [this](const std::shared_ptr<Round>& round)
+                      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return WaitsForSuspect(*round); });
   // Calls with many rounds in flight have to wait for these.
-  const auto may_go = [this, &overdue](const std::shared_ptr<BatchedCall>& call) {
-    return call->rounds < options_.overlapping_rounds && !Needs(*call, overdue);
+  const auto may_go = [&](size_t i) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return queue_[i]->rounds < options_.overlapping_rounds && !(need_suspect[i] && suspect_busy);
   };
-  const auto first = std::find_if(queue_.begin(), queue_.end(), may_go);
-  if (first == queue_.end()) return nullptr;
-  const DType dtype = (*first)->call.hidden_states.dtype();
-  const auto fits = [&](const std::shared_ptr<BatchedCall>& call) {
-    return call->call.hidden_states.dtype() == dtype && may_go(call);
-  };
+  size_t first = 0;
+  while (first < queue_.size() && !may_go(first)) ++first;
+  if (first == queue_.size()) return nullptr;
+  const DType dtype = queue_[first]->call.hidden_states.dtype();
+  std::vector<bool> fits(queue_.size());
+  for (size_t i = first; i < queue_.size(); ++i) {
+    fits[i] = queue_[i]->call.hidden_states.dtype() == dtype &&
+              need_suspect[i] == need_suspect[first] && may_go(i);
+  }
   int64_t waiting = 0;
   absl::Time oldest = absl::InfiniteFuture();
-  for (const std::shared_ptr<BatchedCall>& call : queue_) {
-    if (!fits(call)) continue;
-    waiting += call->tokens() - call->planned;
-    oldest = std::min(oldest, call->arrival);
+  for (size_t i = first; i < queue_.size(); ++i) {
+    if (!fits[i]) continue;
+    waiting += queue_[i]->tokens() - queue_[i]->planned;
+    oldest = std::min(oldest, queue_[i]->arrival);
   }
   const int64_t capacity = Capacity(dtype);
   const bool full = waiting >= capacity;
@@ -261,11 +304,12 @@ std::shared_ptr<Round> Batcher::TakeRound(absl::Time now, const Overdue& overdue
   round->dtype = dtype;
   int64_t room = capacity;
   std::deque<std::shared_ptr<BatchedCall>> rest, cut;
-  for (std::shared_ptr<BatchedCall>& call : queue_) {
+  for (size_t i = 0; i < queue_.size(); ++i) {
+    std::shared_ptr<BatchedCall>& call = queue_[i];
     const int64_t left = call->tokens() - call->planned;
     // Only what is larger than a whole round is cut.
-    const bool taken = fits(call) && room > 0 && (left <= room || left > capacity);
-    if (fits(call) && !taken) room = 0;  // nobody overtakes it
+    const bool taken = fits[i] && room > 0 && (left <= room || left > capacity);
+    if (fits[i] && !taken) room = 0;  // nobody overtakes it
     if (!taken) {
       rest.push_back(std::move(call));
       continue;
@@ -273,17 +317,13 @@ std::shared_ptr<Round> Batcher::TakeRound(absl::Time now, const Overdue& overdue
     const int64_t tokens = std::min(left, room);
     round->parts.push_back({.call = call, .begin = call->planned, .tokens = tokens});
     room -= tokens;
-    tokens_in_flight_ += tokens;
     call->planned += tokens;
     ++call->rounds;
     if (tokens < left) cut.push_back(std::move(call));
   }
   queue_ = std::move(rest);
   queue_.insert(queue_.end(), cut.begin(), cut.end());  // others take turns with the large ones
-  queued_tokens_ = 0;
-  for (const std::shared_ptr<BatchedCall>& call : queue_) {
-    queued_tokens_ += call->tokens() - call->planned;
-  }
+  CountQueued();
   ++young_rounds_;
   rounds_.push_back(round);
   return round;
@@ -373,20 +413,28 @@ void Batcher::OnReply(Round& round, size_t s, absl::StatusOr<Tensor> rows) {
   }
   {
     absl::MutexLock lock(&mutex_);
-    if (slice.over) return;  // nobody waits for it
-    slice.over = true;
-    bool ready = !rows.ok();
-    if (rows.ok()) {
+    // It is alive, or known to be dead. What has been cancelled here says neither.
+    bool trusted_again = false;
+    if (!absl::IsCancelled(rows.status())) {
+      last_reply_[slice.backend.get()] = absl::Now();
+      trusted_again = suspects_.erase(slice.backend.get()) > 0;
+    }
+    bool advance = trusted_again;
+    if (const bool given_up = std::exchange(slice.over, true); given_up) {
+      // Nobody waits for it.
+    } else if (rows.ok()) {
       round.replies[s] = *std::move(rows);
       if (std::all_of(round.slices.begin(), round.slices.end(),
                       [](const Round::Slice& one) { return one.over; })) {
         counters_->servers_ns += absl::ToInt64Nanoseconds(absl::Now() - round.sent);
       }
-      for (const size_t p : slice.parts) ready |= --round.parts[p].missing == 0;
+      for (const size_t p : slice.parts) advance |= --round.parts[p].missing == 0;
+      advance |= !queue_.empty() && !WaitsForTrusted(round);  // perhaps the next can start
     } else {
       slice.failure = rows.status();
+      advance = true;
     }
-    if (!ready || !BeginAdvance()) return;
+    if (!advance || !BeginAdvance()) return;
   }
   Advance();
 }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <deque>
 #include <list>
+#include <map>
 #include <memory>
 #include <set>
 #include <utility>
@@ -36,9 +37,12 @@ struct BatchingOptions {
   // small ones come between their rounds.
   int64_t max_tokens = 4096;
   int64_t max_reply_bytes = 32 << 20;
-  // A server whose reply takes longer than this no longer holds back the calls that do not need it;
-  // those that do wait for it together.
+  // A server that is asked and says nothing for this long is a suspect until it replies: calls that
+  // need it then have rounds of their own, one at a time, and hold nobody else back.
   absl::Duration patience = absl::Seconds(1);
+  // More elements of hidden states (T * D) than these are heavy work: some 0.2 ms of gathering and
+  // combining, at which handing it to another thread no longer counts.
+  int64_t light_elements = 64 << 10;
 };
 
 // INVALID_ARGUMENT naming the option that cannot work.
@@ -63,7 +67,7 @@ struct RoundCounters {
 //
 // There are no threads of its own. The thread that brings a call, a reply or an alarm goes on with
 // whatever can be done then (starts rounds, combines, answers) unless another thread is at it: that
-// one does it. Light work is done where it arises, so that a small call never waits for a thread;
+// one does it. Light work is done where it arises, so that small calls do not wait for a thread;
 // more than that goes to the executor, so that the threads of the replies are free again soon.
 // Nothing ever blocks. Thread-safe. Shared with the replies that are under way, which may outlive
 // everything else.
@@ -81,6 +85,7 @@ class Batcher : public std::enable_shared_from_this<Batcher> {
   void Submit(std::shared_ptr<BatchedCall> call);
 
  private:
+  using Backends = std::set<const ExpertBackend*>;
   // What is done without the lock.
   struct Steps {
     std::vector<std::pair<ForwardDone, absl::Status>> failed;
@@ -92,14 +97,14 @@ class Batcher : public std::enable_shared_from_this<Batcher> {
     }
   };
 
-  using Overdue = std::set<const ExpertBackend*>;
-
   // True for the caller who has to call Advance() next, without the lock.
   bool BeginAdvance() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     return !std::exchange(advancing_, true);
   }
-  // Does everything that can be done now. `heavy`: on a thread that may be kept for long.
-  void Advance(bool heavy = false);
+  // Does everything that can be done now. `may_take_long`: on a thread that may be kept.
+  void Advance(bool may_take_long = false);
+  // Is work for a thread that may be kept.
+  bool IsHeavy(const Steps& steps) const;
   void OnAlarm(absl::Time time);
   void SetAlarm() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Steps NextSteps(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -107,13 +112,15 @@ class Batcher : public std::enable_shared_from_this<Batcher> {
   // True when the round is over.
   bool Review(const std::shared_ptr<Round>& round, Steps* steps)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // The servers that have kept a round waiting for longer than the patience.
-  Overdue FindOverdue(absl::Time now) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // What is left of the call needs one of these servers.
-  bool Needs(const BatchedCall& call, const Overdue& overdue) const;
+  void FindSuspects(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // A reply of a server that is no suspect is missing, or one of a suspect.
+  bool WaitsForTrusted(const Round& round) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool WaitsForSuspect(const Round& round) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Of the calls in the queue: whether what is left of each needs a suspect.
+  std::vector<bool> NeedSuspect() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The next round if it is time for one; else null.
-  std::shared_ptr<Round> TakeRound(absl::Time now, const Overdue& overdue)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  std::shared_ptr<Round> TakeRound(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void CountQueued() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Run(Steps steps);
   void Start(const std::shared_ptr<Round>& round);
   void OnReply(Round& round, size_t slice, absl::StatusOr<Tensor> rows);
@@ -126,7 +133,7 @@ class Batcher : public std::enable_shared_from_this<Batcher> {
   Executor* const executor_;
   AlarmClock* const clock_;
   const std::shared_ptr<RoundCounters> counters_;
-  const int64_t heavy_tokens_;  // more of them are heavy work
+  const int64_t light_tokens_;  // more of them are heavy work
 
   // Guards also, of every round, the replies, `missing` of its parts, and `over` and `failure` of
   // its slices. Everything else of rounds and calls belongs to the thread in Advance().
@@ -135,11 +142,12 @@ class Batcher : public std::enable_shared_from_this<Batcher> {
   std::deque<std::shared_ptr<BatchedCall>> queue_ ABSL_GUARDED_BY(mutex_);  // with tokens to plan
   int64_t queued_tokens_ ABSL_GUARDED_BY(mutex_) = 0;
   std::list<std::shared_ptr<Round>> rounds_ ABSL_GUARDED_BY(mutex_);  // in flight
-  int64_t tokens_in_flight_ ABSL_GUARDED_BY(mutex_) = 0;
   int young_rounds_ ABSL_GUARDED_BY(mutex_) = 0;  // of which others wait for the end
   absl::Time next_check_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();    // of the callers
   absl::Time next_round_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteFuture();  // company is awaited
-  absl::Time alarm_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteFuture();       // the earliest set
+  std::set<absl::Time> alarms_ ABSL_GUARDED_BY(mutex_);                     // that are set
+  std::map<const ExpertBackend*, absl::Time> last_reply_ ABSL_GUARDED_BY(mutex_);
+  Backends suspects_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace expertmesh

@@ -39,7 +39,8 @@ Router::Router(std::shared_ptr<const Checkpoint> checkpoint, const std::string& 
       options_(options),
       membership_(std::make_shared<Membership>(checkpoint_->model(), checkpoint_->fingerprint(),
                                                numerics, options.startup_grace)),
-      executor_("forward", options.threads, std::numeric_limits<size_t>::max()) {}
+      executor_("forward", options.threads, std::numeric_limits<size_t>::max()),
+      waiting_("waiting", options.threads, std::numeric_limits<size_t>::max()) {}
 
 Router::~Router() {
   const auto answered = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(calls_->mutex) {
@@ -93,7 +94,7 @@ void Router::Forward(ForwardCall call, ForwardDone done) {
   if (membership_->Place(batched->call.layer).Missing(TopkIds(batched->result)).empty()) {
     return Submit(std::move(batched));
   }
-  const bool queued = executor_.TryRun([this, batched] {
+  const bool queued = waiting_.TryRun([this, batched] {
     const absl::Status there = WaitForServers(*batched);
     if (!there.ok()) return std::move(batched->done)(there);
     Submit(batched);

@@ -28,9 +28,8 @@ struct RouterOptions {
   // A call for experts that no server has held yet waits for at most this long after the start.
   absl::Duration startup_grace = absl::Seconds(60);
   BatchingOptions batching;
-  // Threads for what takes long or waits: started when needed, one for each such call, and for each
-  // layer that works. Calls that wait for servers to come hold back nobody while there are as many
-  // as calls.
+  // Threads for what takes long, and as many for calls that wait for servers to come; started when
+  // needed.
   int threads = 1024;
 };
 
@@ -90,7 +89,9 @@ class Router {
   std::map<int32_t, Layer> layers_;
   const std::shared_ptr<Calls> calls_ = std::make_shared<Calls>();
   AlarmClock clock_{"batching"};
+  // Goes before the clock, which the calls that it works on use.
   Executor executor_;
+  Executor waiting_;  // apart, so that those who wait keep no thread from those who work
 };
 
 }  // namespace expertmesh

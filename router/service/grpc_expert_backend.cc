@@ -15,7 +15,6 @@
 #include "common/rpc/status.h"
 #include "common/rpc/tensor_codec.h"
 #include "common/status.h"
-#include "expertmesh/v1/expert.pb.h"
 
 namespace expertmesh {
 namespace {
@@ -167,24 +166,9 @@ class GrpcExpertBackend::Stream final
         pending_.erase(found);
       }
       MaybeHalfClose();
+      StartRead(&incoming_);  // others are not to wait for what this one sets off
     }
-    if (done) {
-      if (absl::IsResourceExhausted(status)) {
-        std::move(done)(status);
-      } else if (!status.ok()) {
-        std::move(done)(absl::InternalError(
-            absl::StrCat("malformed reply of the server: ", std::string(status.message()))));
-      } else if (header.retry_after_ms() > 0) {
-        std::move(done)(RetryLater(header.message(), absl::Milliseconds(header.retry_after_ms())));
-      } else if (header.code() != 0) {
-        std::move(done)(
-            absl::Status(static_cast<absl::StatusCode>(header.code()), header.message()));
-      } else {
-        std::move(done)(std::move(rows));
-      }
-    }
-    absl::MutexLock lock(&mutex_);
-    StartRead(&incoming_);
+    if (done) std::move(done)(ReplyRows(status, header, std::move(rows)));
   }
 
   void OnWriteDone(bool ok) override {
@@ -215,8 +199,8 @@ class GrpcExpertBackend::Stream final
       absl::MutexLock lock(&mutex_);
       if (!refused_.ok()) reason = refused_;
     }
+    events_.on_gone(reason);  // first: who hears of a failure must not try this server again
     for (auto& [round_id, done] : pending) std::move(done)(reason);
-    events_.on_gone(reason);
   }
 
  private:
@@ -292,6 +276,22 @@ class GrpcExpertBackend::Stream final
   bool ended_ ABSL_GUARDED_BY(mutex_) = false;
   bool held_ ABSL_GUARDED_BY(mutex_) = true;
 };
+
+absl::StatusOr<Tensor> ReplyRows(const absl::Status& decoded, const v1::DispatchResponse& header,
+                                 Tensor rows) {
+  if (absl::IsResourceExhausted(decoded)) return decoded;
+  if (!decoded.ok()) {
+    return absl::InternalError(
+        absl::StrCat("malformed reply of the server: ", std::string(decoded.message())));
+  }
+  if (header.retry_after_ms() > 0) {
+    return RetryLater(header.message(), absl::Milliseconds(header.retry_after_ms()));
+  }
+  if (header.code() != 0) {
+    return absl::Status(static_cast<absl::StatusCode>(header.code()), header.message());
+  }
+  return rows;
+}
 
 absl::StatusOr<std::shared_ptr<GrpcExpertBackend>> GrpcExpertBackend::Connect(
     const std::string& address, const ServerIdentity& expected, const ChannelOptions& options,

@@ -10,9 +10,15 @@
 #include "absl/status/statusor.h"
 #include "common/rpc/channel.h"
 #include "common/rpc/server_identity.h"
+#include "expertmesh/v1/expert.pb.h"
 #include "router/dispatch/expert_backend.h"
 
 namespace expertmesh {
+
+// What a server's reply comes to: its rows, whatever they are, or why there are none. `decoded` is
+// what DecodeWithTensor said of it.
+absl::StatusOr<Tensor> ReplyRows(const absl::Status& decoded, const v1::DispatchResponse& header,
+                                 Tensor rows);
 
 // Connects to `address`, where `expected` must answer. Exactly one of the two is called first, on
 // gRPC's threads: `on_ready` when the server has accepted the stream; `on_gone`, once, when the

@@ -11,8 +11,7 @@
 #include "absl/time/clock.h"
 #include "common/rpc/process.h"
 #include "common/rpc/status.h"
-#include "common/rpc/tensor_codec.h"
-#include "common/status.h"
+#include "router/service/forward_message.h"
 
 namespace expertmesh {
 namespace {
@@ -22,55 +21,14 @@ namespace {
 // does not say so: the next attempt finds another one, or its successor.
 constexpr char kRetryPushbackKey[] = "grpc-retry-pushback-ms";
 
-// Refuses what the contract reserves for later, by name.
-absl::Status CheckSupported(const v1::ForwardRequest& request) {
-  const auto refuse = [](const char* field) {
-    return absl::UnimplementedError(absl::StrCat(field, ": not supported by this version"));
-  };
-  if (request.save_for_backward()) return refuse("save_for_backward");
-  if (!request.context_id().empty()) return refuse("context_id");
-  if (request.has_topk_ids()) return refuse("topk_ids");
-  if (request.has_topk_weights()) return refuse("topk_weights");
-  if (request.has_input_ids()) return refuse("input_ids");
-  return absl::OkStatus();
-}
-
 // Decoding one and computing its gate takes no longer than handing it to another thread.
 constexpr size_t kSmallRequest = 64 << 10;  // bytes
 
 // How long it takes until requests have left a full router, give or take.
 constexpr absl::Duration kRetryAfter = absl::Milliseconds(100);
 
-absl::StatusOr<ForwardCall> Decode(const Router& router, const grpc::ByteBuffer& bytes,
-                                   v1::ForwardRequest* request) {
-  ForwardCall call;
-  RETURN_IF_ERROR(DecodeWithTensor(bytes, "hidden_states", request, &call.hidden_states));
-  RETURN_IF_ERROR(CheckSupported(*request));
-  const std::string& fingerprint = router.checkpoint().fingerprint();
-  if (!request->model_fingerprint().empty() && request->model_fingerprint() != fingerprint) {
-    return absl::FailedPreconditionError(absl::StrCat("model_fingerprint: expected ", fingerprint,
-                                                      ", got ", request->model_fingerprint()));
-  }
-  if (const uint64_t epoch = router.membership()->epoch();
-      request->placement_epoch() != 0 && request->placement_epoch() != epoch) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("placement_epoch: expected ", epoch, ", got ", request->placement_epoch()));
-  }
-  call.layer = request->layer();
-  call.first_row = request->first_row();
-  return call;
-}
-
 absl::Status OutOfMemory() {
   return absl::ResourceExhaustedError("the router is out of memory for this call");
-}
-
-grpc::ByteBuffer EncodeResult(const ForwardResult& result, bool with_logits) {
-  v1::ForwardResponse response;
-  ToProto(result.routing.topk_ids, response.mutable_topk_ids());
-  ToProto(result.routing.topk_weights, response.mutable_topk_weights());
-  if (with_logits) ToProto(result.routing.logits, response.mutable_router_logits());
-  return EncodeWithTensor(response, result.output);
 }
 
 // One call that was let in. Shared by gRPC (until OnDone) and the router (until its answer).
@@ -94,7 +52,7 @@ class ForwardReactor final : public grpc::ServerUnaryReactor {
     v1::ForwardRequest request;
     absl::StatusOr<ForwardCall> call = OutOfMemory();
     try {
-      call = Decode(*router, *self->request_, &request);
+      call = DecodeForward(*router, *self->request_, &request);
     } catch (const std::bad_alloc&) {
     }
     if (!call.ok()) return self->Answer(call.status());
@@ -105,7 +63,7 @@ class ForwardReactor final : public grpc::ServerUnaryReactor {
       if (!result.ok()) return self->Answer(result.status());
       absl::StatusOr<grpc::ByteBuffer> encoded = OutOfMemory();
       try {
-        encoded = EncodeResult(*result, with_logits);
+        encoded = EncodeForward(*result, with_logits);
       } catch (const std::bad_alloc&) {
       }
       self->Answer(std::move(encoded));

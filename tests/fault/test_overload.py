@@ -69,11 +69,18 @@ def test_a_full_router(processes, tmp_path):
     # As a client that would retry whatever it is told to.
     client = stub(address)
     waiting = [client.Forward.future(request(0, x), timeout=60) for _ in range(3)]
-    error = wait_until(
-        "the router is full", lambda: refusal(client.Forward.future(request(0, x), timeout=0.5))
-    )
-    while error.code() != grpc.StatusCode.RESOURCE_EXHAUSTED:  # it was in before the three were
-        error = client.Forward.future(request(0, x), timeout=0.5)
+
+    def refused() -> grpc.Future | None:
+        """A fourth call that found the three there."""
+        call = client.Forward.future(request(0, x), timeout=0.5)
+        code = call.code()
+        for i in range(3):
+            if waiting[i].done():  # the fourth, or the one before it, was there first
+                waiting[i] = client.Forward.future(request(0, x), timeout=60)
+                code = None
+        return call if code == grpc.StatusCode.RESOURCE_EXHAUSTED else None
+
+    error = wait_until("the router is full", refused)
     assert_retry_later(error)
     assert "3 requests are under way in the router" in error.details()
     waiting[0].cancel()  # gives its place up

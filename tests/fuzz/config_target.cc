@@ -1,56 +1,43 @@
+#include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "common/model/checkpoint.h"
 #include "common/model/registry.h"
 #include "common/safetensors/strict_json.h"
 #include "common/tensor.h"
 #include "router/gating/gate.h"
 #include "tests/fuzz/check.h"
+#include "tests/fuzz/cluster.h"
+#include "tests/fuzz/memory_file.h"
+#include "tests/fuzz/models.h"
 #include "tests/fuzz/targets.h"
 
 namespace expertmesh::fuzz {
 namespace {
 
-// The built-in families, and one that reads every key that a family may have.
-std::vector<Family> MakeFamilies() {
-  std::vector<Family> families(BuiltInFamilies().begin(), BuiltInFamilies().end());
-  families.push_back({
-      .model_type = "every_key",
-      .config_section = "text_config",
-      .intermediate_size = {{"moe_intermediate_size"}, {}},
-      .num_experts = {{"n_routed_experts", "num_experts"}, {}},
-      .moe_layers = {.first = {{"first_k_dense_replace"}, 0},
-                     .period = {{"moe_layer_freq"}, 1},
-                     .phase = 1,
-                     .dense_list = {{"mlp_only_layers"}, std::vector<int64_t>{}}},
-      .gate = {.score = ScoreFunction::kSigmoid,
-               .has_selection_bias = true,
-               .group_score = GroupScore::kTop2Sum,
-               .norm = WeightNorm::kSum,
-               .norm_epsilon = 1e-20f},
-      .normalise = {{"norm_topk_prob"}, true},
-      .scale = {{"routed_scaling_factor"}, 1.0},
-      .num_groups = {{"n_group"}, 1},
-      .topk_groups = {{"topk_group"}, 1},
-      .activations = {{"silu", Activation::kSiluGlu}, {"gelu", Activation::kGeluErfGlu}},
-  });
-  return families;
-}
+// Folders with the weights of the models, one for each layout, and the same config.json.
+struct Folders {
+  struct Folder {
+    MemoryFile weights;
+    MemoryFolder folder;
+  };
+  Folders() {
+    for (const TinyModel& model : TinyModels()) {
+      for (const ExpertLayout& layout : model.family->layouts) {
+        auto& folder = of_family[model.family->model_type].emplace_back(std::make_unique<Folder>());
+        folder->weights.Set(MakeWeights(model, layout, DType::kBF16));
+        folder->folder.Link("config.json", config);
+        folder->folder.Link("model.safetensors", folder->weights);
+      }
+    }
+  }
+  MemoryFile config;
+  std::map<std::string, std::vector<std::unique_ptr<Folder>>> of_family;
+};
 
-}  // namespace
-
-void Config(Bytes bytes) {
-  static const auto* families = new std::vector<Family>(MakeFamilies());
-  const std::string text(bytes.begin(), bytes.end());
-  const auto config = ParseStrictJson(text);
-  if (!config.ok()) return;
-  // The fingerprint is of this form, which has to be as good as the text.
-  const auto again = ParseStrictJson(config->dump());
-  FUZZ_CHECK(again.ok() && *again == *config);
-
-  const auto model = DescribeModel(*config, *families);
-  if (!model.ok()) return;
-  const ModelDescription& description = model->description;
+void CheckDescription(const ModelDescription& description) {
   FUZZ_CHECK(!description.layers.empty());
   int32_t previous = -1;
   for (const LayerDescription& layer : description.layers) {
@@ -67,6 +54,34 @@ void Config(Bytes bytes) {
                              layer.experts.hidden_size, sizeof(float)};
   FUZZ_CHECK(NumElements(gate_up) > 0);
   FUZZ_CHECK(ValidateRouter(router).ok());
+}
+
+}  // namespace
+
+void Config(Bytes bytes) {
+  static Folders folders;
+  const std::string text(bytes.begin(), bytes.end());
+  const auto config = ParseStrictJson(text);
+  if (!config.ok()) return;
+  // The fingerprint is of this form, which has to be as good as the text.
+  const auto again = ParseStrictJson(config->dump());
+  FUZZ_CHECK(again.ok() && *again == *config);
+
+  const auto model = DescribeModel(*config, Families());
+  if (!model.ok()) return;
+  CheckDescription(model->description);
+
+  folders.config.Set(bytes);
+  for (const auto& folder : folders.of_family.at(model->family->model_type)) {
+    const auto checkpoint = Checkpoint::Open(folder->folder.path(), Families());
+    if (!checkpoint.ok()) {
+      FUZZ_CHECK(absl::IsInvalidArgument(checkpoint.status()) ||
+                 absl::IsUnimplemented(checkpoint.status()));
+      continue;
+    }
+    const absl::Status served = ServeAndCompare(*checkpoint);
+    FUZZ_CHECK(served.ok() || absl::IsUnimplemented(served));  // an activation
+  }
 }
 
 }  // namespace expertmesh::fuzz

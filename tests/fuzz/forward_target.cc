@@ -1,83 +1,150 @@
 #include <cmath>
+#include <cstring>
 #include <memory>
-#include <random>
 #include <set>
 #include <utility>
+#include <vector>
 
+#include "common/rpc/status.h"
 #include "expertmesh/v1/moe.pb.h"
-#include "router/gating/gate.h"
+#include "router/service/forward_message.h"
 #include "tests/fuzz/check.h"
+#include "tests/fuzz/cluster.h"
 #include "tests/fuzz/decode.h"
+#include "tests/fuzz/models.h"
 #include "tests/fuzz/targets.h"
-#include "tests/random_tensor.h"
 
 namespace expertmesh::fuzz {
 namespace {
 
 constexpr int kExperts = 6, kTopK = 3, kHiddenSize = 5;
 
-// A gate with groups and a bias for layer 0, a plain softmax for all others.
-const Gate& GateOf(int32_t layer) {
-  const auto make = [](bool groups) {
-    RouterDescriptor router;
-    router.num_experts = kExperts;
-    router.top_k = kTopK;
-    router.norm = WeightNorm::kSum;
-    std::mt19937 rng(groups);
-    RouterWeights weights;
-    weights.weight =
-        RandomTensor(groups ? DType::kBF16 : DType::kF32, {kExperts, kHiddenSize}, 1.0f, rng);
-    if (groups) {
-      router.score = ScoreFunction::kSigmoid;
-      router.group_score = GroupScore::kTop2Sum;
-      router.num_groups = 3;
-      router.topk_groups = 2;
-      router.has_selection_bias = true;
-      weights.selection_bias = RandomTensor(DType::kF32, {kExperts}, 0.1f, rng);
+// Layers whose gates have nothing in common.
+std::shared_ptr<const Checkpoint> MakeModel() {
+  std::vector<LayerDescription> layers(5);
+  for (size_t i = 0; i < layers.size(); ++i) {
+    layers[i].layer = static_cast<int32_t>(i);
+    layers[i].router.num_experts = kExperts;
+    layers[i].router.top_k = kTopK;
+    layers[i].experts.hidden_size = kHiddenSize;
+    layers[i].experts.intermediate_size = 3;
+  }
+  RouterDescriptor& grouped = layers[0].router;
+  grouped.score = ScoreFunction::kSigmoid;
+  grouped.group_score = GroupScore::kTop2Sum;
+  grouped.num_groups = 3;
+  grouped.topk_groups = 2;
+  grouped.has_selection_bias = true;
+  grouped.norm = WeightNorm::kSum;
+  layers[1].router.norm = WeightNorm::kSum;
+  layers[1].experts.weight_dtype = DType::kF32;
+  RouterDescriptor& late = layers[2].router;
+  late.order = ScoreOrder::kTopKThenScore;
+  late.has_logits_bias = true;
+  late.has_per_expert_scale = true;
+  layers[2].experts.weight_dtype = DType::kF16;
+  RouterDescriptor& capped = layers[3].router;
+  capped.score = ScoreFunction::kSqrtSoftplus;
+  capped.softcap = 2.0f;
+  capped.norm = WeightNorm::kSumClamped;
+  capped.norm_epsilon = 1e-3f;
+  capped.routed_scale = 1.5f;
+  RouterDescriptor& masked = layers[4].router;
+  masked.score = ScoreFunction::kSigmoid;
+  masked.group_score = GroupScore::kMax;
+  masked.num_groups = 2;
+  masked.topk_groups = 1;
+  masked.mask_fill = MaskFill::kZero;
+  masked.norm = WeightNorm::kPNorm;
+  masked.norm_p = 2.0f;
+  return MakeCheckpoint(std::move(layers));
+}
+
+// One server of plain loops, or two of the grouped engine that get rounds of two tokens.
+std::unique_ptr<Cluster> Serve(bool one) {
+  static const auto* model = new std::shared_ptr<const Checkpoint>(MakeModel());
+  auto cluster = Cluster::Serve(
+      *model, one ? Cluster::Options{}
+                  : Cluster::Options{EngineKind::kGrouped, /*servers=*/2, /*max_tokens=*/2});
+  FUZZ_CHECK(cluster.ok());
+  return *std::move(cluster);
+}
+
+void CheckRouting(const Routing& routing, int64_t tokens) {
+  FUZZ_CHECK(routing.topk_ids.shape() == (std::vector<int64_t>{tokens, kTopK}));
+  FUZZ_CHECK(routing.topk_weights.shape() == (std::vector<int64_t>{tokens, kTopK}));
+  FUZZ_CHECK(routing.logits.shape() == (std::vector<int64_t>{tokens, kExperts}));
+  for (int64_t token = 0; token < tokens; ++token) {
+    std::set<int32_t> ids;
+    for (int64_t i = token * kTopK; i < (token + 1) * kTopK; ++i) {
+      const int32_t id = routing.topk_ids.as<int32_t>()[i];
+      FUZZ_CHECK(id >= 0 && id < kExperts && ids.insert(id).second);
+      FUZZ_CHECK(std::isfinite(routing.topk_weights.as<float>()[i]));
     }
-    auto gate = Gate::Create(router, std::move(weights));
-    FUZZ_CHECK(gate.ok());
-    return *std::move(gate);
-  };
-  static const Gate* grouped = new Gate(make(true));
-  static const Gate* plain = new Gate(make(false));
-  return layer == 0 ? *grouped : *plain;
+  }
+}
+
+// What the caller reads is what the router has computed.
+void CheckMessage(const ForwardResult& result, bool with_logits) {
+  const grpc::ByteBuffer bytes = EncodeForward(result, with_logits);
+  v1::ForwardResponse response;
+  Tensor output;
+  FUZZ_CHECK(DecodeWithTensor(bytes, "output", &response, &output).ok());
+  FUZZ_CHECK(SameTensor(output, result.output));
+  FUZZ_CHECK(SameTensor(*FromProto(response.topk_ids(), "topk_ids"), result.routing.topk_ids));
+  FUZZ_CHECK(
+      SameTensor(*FromProto(response.topk_weights(), "topk_weights"), result.routing.topk_weights));
+  FUZZ_CHECK(response.has_router_logits() == with_logits);
+}
+
+// The last token alone gets the same as in its batch.
+void CheckAlone(const Cluster& cluster, const ForwardCall& call, const ForwardResult& result) {
+  const int64_t last = call.hidden_states.dim(0) - 1;
+  const size_t row_bytes = call.hidden_states.num_bytes() / static_cast<size_t>(last + 1);
+  ForwardCall alone = call;
+  alone.hidden_states = Tensor(call.hidden_states.dtype(), {1, kHiddenSize});
+  std::memcpy(alone.hidden_states.data(), call.hidden_states.data() + last * row_bytes, row_bytes);
+  const auto same = cluster.Forward(alone);
+  FUZZ_CHECK(same.ok());
+  FUZZ_CHECK(std::memcmp(same->routing.topk_ids.data(),
+                         result.routing.topk_ids.as<int32_t>() + last * kTopK,
+                         kTopK * sizeof(int32_t)) == 0);
+  FUZZ_CHECK(std::memcmp(same->routing.topk_weights.data(),
+                         result.routing.topk_weights.as<float>() + last * kTopK,
+                         kTopK * sizeof(float)) == 0);
+  Tensor output(result.output.dtype(), {1, kHiddenSize});
+  std::memcpy(output.data(), result.output.data() + last * row_bytes, row_bytes);
+  FUZZ_CHECK(SameNumbers(same->output, output));
 }
 
 }  // namespace
 
 void Forward(Bytes message) {
+  static const Cluster* const plain = Serve(true).release();
+  static const Cluster* const other = Serve(false).release();
   v1::ForwardRequest request;
   Tensor hidden_states;
   if (!CheckedDecode(message, "hidden_states", &request, &hidden_states).ok()) return;
-  const Gate& gate = GateOf(request.layer());
-  const auto routing = gate.Route(hidden_states, request.first_row());
-  if (!routing.ok()) return;
-
-  const int64_t tokens = hidden_states.dim(0);
-  FUZZ_CHECK(routing->topk_ids.shape() == (std::vector<int64_t>{tokens, kTopK}));
-  FUZZ_CHECK(routing->topk_weights.shape() == (std::vector<int64_t>{tokens, kTopK}));
-  for (int64_t token = 0; token < tokens; ++token) {
-    std::set<int32_t> ids;
-    for (int64_t i = token * kTopK; i < (token + 1) * kTopK; ++i) {
-      const int32_t id = routing->topk_ids.as<int32_t>()[i];
-      FUZZ_CHECK(id >= 0 && id < kExperts && ids.insert(id).second);
-      FUZZ_CHECK(std::isfinite(routing->topk_weights.as<float>()[i]));
-    }
+  v1::ForwardRequest decoded;
+  auto call = DecodeForward(plain->router(), BufferOf(message, message.size() + 1), &decoded);
+  if (!call.ok()) {
+    FUZZ_CHECK(absl::IsUnimplemented(call.status()) || absl::IsFailedPrecondition(call.status()));
+    return;
   }
-  // A token's routing does not depend on the other tokens: looked at for the last one.
-  if (tokens == 0) return;
-  const std::vector<int64_t> one = {1, kHiddenSize};
-  const TensorView last(
-      hidden_states.dtype(), one,
-      hidden_states.data() + (tokens - 1) * kHiddenSize * BytesOf(hidden_states.dtype()));
-  const auto alone = gate.Route(last);
-  FUZZ_CHECK(alone.ok());
-  const int64_t first = (tokens - 1) * kTopK;
-  FUZZ_CHECK(std::memcmp(alone->topk_ids.data(), routing->topk_ids.as<int32_t>() + first,
-                         kTopK * sizeof(int32_t)) == 0);
-  FUZZ_CHECK(std::memcmp(alone->topk_weights.data(), routing->topk_weights.as<float>() + first,
-                         kTopK * sizeof(float)) == 0);
+  FUZZ_CHECK(decoded.SerializeAsString() == request.SerializeAsString());
+  const auto result = plain->Forward(*call);
+  FUZZ_CHECK(SameAnswer(result, other->Forward(*call)));
+  if (!result.ok()) {
+    FUZZ_CHECK(absl::IsInvalidArgument(result.status()));
+    FUZZ_CHECK(FromGrpcStatus(ToGrpcStatus(result.status())).code() == result.status().code());
+    return;
+  }
+  const int64_t tokens = call->hidden_states.dim(0);
+  CheckRouting(result->routing, tokens);
+  FUZZ_CHECK(result->output.dtype() == call->hidden_states.dtype());
+  FUZZ_CHECK(result->output.shape() == call->hidden_states.shape());
+  CheckMessage(*result, request.return_router_logits());
+  if (tokens > 0) CheckAlone(*plain, *call, *result);
 }
 
 }  // namespace expertmesh::fuzz

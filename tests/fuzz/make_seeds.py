@@ -2,8 +2,9 @@
 
 usage: make_seeds.py FOLDER
 
-FOLDER/seeds/<target>/smallest is the smallest input that is accepted, FOLDER/known/<target>/ has
-others that somebody has thought of: valid_* and hostile_*.
+FOLDER/all/<target>/ has what somebody has thought of: the smallest input that is accepted, valid_*,
+reply_* (of a server, where the others are requests) and hostile_*. FOLDER/valid/<target>/ has the first
+two of these, FOLDER/smallest/<target>/ the first.
 
 Needs nothing but Python. The safetensors files are those of the format's reference tests, the
 attacks on it, and what older writers made; the configurations are those of the supported families
@@ -198,6 +199,9 @@ def dispatch():
         "valid_f16": slice_of(2, [0, 2, 3], [1, 1, 1], [0, 0, 0], tensor_of(F16, [1, 9], bytes(18))),
         "valid_no_rows": slice_of(0, [], [], [], tensor_of(F32, [0, 4], b"")),
         "valid_tensor_first": block(15, rows) + number(3, 1) + number(99, 1) + packed(4, [0]) + packed(5, [0]),
+        "reply_rows": number(1, 7) + block(15, rows),
+        "reply_error": number(1, 7) + number(2, 14) + block(3, b"what went wrong"),
+        "reply_full": number(1, 7) + number(2, 8) + block(3, b"full") + number(4, 100),
         "hostile_nothing": b"",
         "hostile_cut": good[:-3],
         "hostile_other_expert": slice_of(0, [1], [1], [0], rows),
@@ -228,7 +232,7 @@ def forward():
         "valid_f32": number(1, 1) + rows,
         "valid_bf16": number(4, 1) + block(15, tensor_of(BF16, [3, 5], halves(15))),
         "valid_no_tokens": number(1, 0) + block(15, tensor_of(F16, [0, 5], b"")),
-        "valid_pins": block(2, b"fingerprint") + number(3, 9) + number(10, 100) + rows,
+        "valid_pins": block(2, b"fingerprint") + number(3, 3) + number(10, 100) + rows,
         "hostile_reserved": number(5, 1) + block(6, b"context") + block(7, tensor_of(I32, [1], bytes(4))) + rows,
         "hostile_nan": block(15, tensor_of(F32, [1, 5], b"\0\0\xc0\x7f" * 5)),
         "hostile_not_utf8": block(2, b"\xff\xfe") + rows,
@@ -244,10 +248,11 @@ def main():
         sys.exit(__doc__)
     for make in (safetensors, config, dispatch, forward):
         for name, content in make().items():
-            kind = "seeds" if name == "smallest" else "known"
-            folder = Path(sys.argv[1]) / kind / make.__name__
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(content)
+            kinds = {"all": True, "valid": name == "smallest" or name.startswith("valid_"), "smallest": name == "smallest"}
+            for kind in (kind for kind, of_it in kinds.items() if of_it):
+                folder = Path(sys.argv[1]) / kind / make.__name__
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(content)
 
 
 if __name__ == "__main__":

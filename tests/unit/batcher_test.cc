@@ -482,6 +482,42 @@ TEST_F(BatcherTest, AStuckServerHoldsUpOnlyThoseWhoNeedIt) {
   ExpectTokens(*more, needs, 1);
 }
 
+TEST_F(BatcherTest, AStuckServerIsNotForgottenWithItsCallers) {
+  const auto router = ThreeServers({.patience = absl::Seconds(3)});
+  const int64_t needs = TokenOf({0, 1}), healthy = TokenOf({0, 2});
+  const auto first = Start(*router, needs, 1, absl::Now() + absl::Milliseconds(3100));
+  desk_.Serve(0);
+  EXPECT_THAT(first->text(), HasSubstr("DEADLINE_EXCEEDED"));
+  // Its slice was given up, and so is the knowledge that it is stuck only when it replies.
+  const absl::Time start = absl::Now();
+  const auto second = Start(*router, needs, 1);
+  desk_.Serve(0);
+  for (int i = 0; i < 3; ++i) {
+    const auto other = Start(*router, healthy, 1);
+    desk_.Serve(0);
+    desk_.Serve(2);
+    ExpectTokens(*other, healthy, 1);
+  }
+  EXPECT_LT(absl::Now() - start, absl::Seconds(2));  // the first of them would have waited for 3
+  desk_.Take(1);                                     // of the first call
+  desk_.Serve(1);
+  ExpectTokens(*second, needs, 1);
+}
+
+TEST_F(BatcherTest, AServerThatAnswersIsNotStuckHoweverLongItsRoundsTake) {
+  const auto router = Cluster(1, {.max_tokens = 10, .patience = absl::Milliseconds(100)});
+  const auto large = Start(*router, 0, 60);
+  WaitUntil("two rounds", [&] { return desk_.waiting() == 2; });
+  for (int round = 0; round < 4; ++round) {
+    absl::SleepFor(absl::Milliseconds(150));  // the second is older than the patience too
+    EXPECT_EQ(desk_.Serve(), 10);
+    WaitUntil("two rounds again", [&] { return desk_.waiting() == 2; });
+  }
+  desk_.Serve();
+  desk_.Serve();
+  ExpectTokens(*large, 0, 60);
+}
+
 TEST_F(BatcherTest, AServerThatDiesFailsOnlyThoseWhoNeedIt) {
   const auto router = ThreeServers();
   const auto first = Start(*router, TokenOf({0}), 1);
@@ -552,7 +588,6 @@ TEST_F(BatcherTest, ARowThatIsNotFiniteFailsOnlyItsCall) {
   }
 }
 
-// Random sizes, threads and order of the replies, calls that leave in the middle.
 // While one lives, no tensor gets more bytes than these.
 class MemoryLimit {
  public:
@@ -618,10 +653,14 @@ TEST_F(BatcherTest, RowsGoWithTheirCall) {
   ExpectTokens(*first, TokenOf({2}), 1);
 }
 
+// Random sizes, threads and order of the replies, calls that leave in the middle; everything on the
+// thread that brings it, or on the executor's.
 TEST_F(BatcherTest, EveryMergeHasTheSameBits) {
   for (const BatchingOptions& batching :
        {BatchingOptions{}, BatchingOptions{.rounds_per_layer = 0},
         BatchingOptions{.rounds_per_layer = 3, .max_tokens = 7},
+        BatchingOptions{.light_elements = 0},
+        BatchingOptions{.max_tokens = 7, .light_elements = 20 * kHidden},
         BatchingOptions{.wait = absl::Microseconds(300), .max_tokens = 40},
         BatchingOptions{.overlapping_rounds = 3, .max_reply_bytes = 1}}) {
     Pool pool(3);
