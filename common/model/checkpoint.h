@@ -21,7 +21,10 @@ struct RouterWeights {
   Tensor logits_bias;       // F32 [E], or empty [0]
   Tensor selection_bias;    // F32 [E], or empty [0]
   Tensor per_expert_scale;  // F32 [E], or empty [0]
-  Tensor shared_gate;       // [S, D] as stored where shared experts are gated, or empty [0]
+  Tensor shared_gate = {};  // [S, D] as stored where shared experts are gated, or empty [0]
+  // F32 [D] where the descriptor has an input norm, or empty [0].
+  Tensor router_input_scale = {};
+  Tensor expert_input_scale = {};
 };
 
 // One expert's matrices, each as stored (F32, BF16 or F16), in the canonical arrangement whatever

@@ -15,7 +15,7 @@ enum class ScoreFunction {
   kSoftmax,       // over all experts (or over the selected ones, see ScoreOrder)
   kSigmoid,       // 1 / (1 + e^-z)
   kSqrtSoftplus,  // sqrt(log(1 + e^z))
-  kSparsemixer,   // two masked softmaxes, one per slot
+  kSparsemixer,   // one masked softmax per slot; K = 2, selection by the logits
 };
 
 // Whether selection looks at the scores or at the logits.
@@ -45,12 +45,22 @@ enum class WeightNorm {
   kPNorm,       // w / (sum |w|^p)^(1/p), p = norm_p
 };
 
-// The gate of one layer: logits = x W^T (+ logits bias) -> softcap -> score -> selection score (+
-// bias) -> group mask -> top-k -> weights of the unbiased scores -> norm -> scale. Slots are
-// ordered by descending selection score, ties by the lower expert id.
+// A layer whose gate and experts see the block's input x through an RMS norm each, with scales of
+// their own: with S = sum of x^2 and D the hidden size, the gate gets x / sqrt(S + D epsilon) times
+// router_input_scale, the experts x / sqrt(S / D + epsilon) times expert_input_scale, rounded to
+// the activations' type.
+struct InputNorm {
+  bool present = false;
+  float epsilon = 0.0f;
+};
+
+// The gate of one layer: [input norm ->] logits = x W^T (+ logits bias) -> softcap -> score ->
+// selection score (+ bias) -> group mask -> top-k -> weights of the unbiased scores -> norm ->
+// scale. Slots are ordered by descending selection score, ties by the lower expert id.
 struct RouterDescriptor {
   int32_t num_experts = 0;  // E, identity experts not counted
   int32_t top_k = 0;        // K
+  InputNorm input_norm = {};
   ScoreFunction score = ScoreFunction::kSoftmax;
   ScoreOrder order = ScoreOrder::kScoreThenTopK;
   bool has_logits_bias = false;     // fp32 [E], added to the logits
@@ -65,7 +75,7 @@ struct RouterDescriptor {
   float scale = 1.0f;                 // multiplies every weight
   float routed_scale = 1.0f;          // multiplies the routed sum, before shared experts are added
   float softcap = 0.0f;               // c > 0: z becomes tanh(z / c) c
-  float jitter = 0.0f;                // sparsemixer's threshold
+  float jitter = 0.0f;                // sparsemixer: half its threshold
   bool has_per_expert_scale = false;  // fp32 [E], multiplies the weight of each selected expert
   bool weigh_input = false;      // the weight multiplies the expert's input instead of its output
   int32_t identity_experts = 0;  // ids E, E+1, ... that return their input

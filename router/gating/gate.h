@@ -27,6 +27,9 @@ struct Routing {
   Tensor topk_ids;      // I32 [T, K], distinct ids of a token in slot order
   Tensor topk_weights;  // F32 [T, K]
   Tensor logits;        // F32 [T, N], logits bias added, before the soft cap
+  // [T, D] of the hidden states' dtype: what the experts get instead of these, where the descriptor
+  // has an input norm; else empty [0].
+  Tensor expert_input;
 };
 
 // Selects experts from logits. Pure; thread-safe; sets the floating-point environment itself.
@@ -42,6 +45,10 @@ struct Routing {
 // renormalisation sums in slot order, divides, and then come scale and per-expert scale. Where the
 // descriptor's norm_epsilon is 0 it is taken as 1e-20, which changes no sum that a softmax can give
 // and keeps the weights finite where every selected score underflows.
+//
+// The sparsemixer's slots are the best two logits. With m the slot's logit, its weight is 1 / sum
+// of Exp(z_i - m), in ascending id over the ids not chosen before whose distance
+// (m - z_i) / max(|z_i|, m) does not exceed 2 jitter; 0 / 0 does not exceed it.
 absl::Status SelectExperts(const RouterDescriptor& router, absl::Span<const float> logits,
                            absl::Span<const float> selection_bias,
                            absl::Span<const float> per_expert_scale, absl::Span<int32_t> topk_ids,
@@ -49,9 +56,10 @@ absl::Status SelectExperts(const RouterDescriptor& router, absl::Span<const floa
 
 // Refuses descriptors that cannot be computed. INVALID_ARGUMENT: N < 1, K < 1 or K > N, N not
 // divisible by the groups, topk_groups outside [1, num_groups], K > topk_groups * N / num_groups,
-// groups of one expert with top-2 group scores, scales or epsilons that are not finite.
-// UNIMPLEMENTED naming the feature: what SelectExperts does not compute. The group fields are not
-// looked at where there is no group score.
+// groups of one expert with top-2 group scores, scales or epsilons that are not finite; with the
+// sparsemixer K other than 2, a selection bias or groups. UNIMPLEMENTED naming the feature: what
+// SelectExperts does not compute, which is norms with p other than 1 and 2. The group fields are
+// not looked at where there is no group score.
 absl::Status ValidateRouter(const RouterDescriptor& router);
 
 // The gate of one layer. Immutable; Route may be called concurrently.
@@ -70,6 +78,10 @@ class Gate {
   // A logit is one chain of fused multiply-adds from +0, over pairs of neighbouring k, the odd one
   // first, for BF16 and F16 weights (K padded with zeros to a multiple of 2), over ascending k for
   // F32 weights; then the logits bias is added.
+  //
+  // An input norm is computed in fp32: the sum of squares in 8 chains of fused multiply-adds from
+  // +0, chain j over ascending k = j mod 8, added as ((0+4) + (2+6)) + ((1+5) + (3+7)); one factor
+  // 1 / Sqrt(...) per row; then x times the factor, times the scale, each product rounded.
   absl::StatusOr<Routing> Route(const TensorView& hidden_states, int64_t first_row = 0) const;
 
   // D of the hidden states.
@@ -78,6 +90,10 @@ class Gate {
  private:
   Gate() = default;
 
+  // Writes the gate's input, F32 [rows, D], and the experts', [rows, D] of the hidden states'
+  // dtype.
+  void NormaliseInput(const TensorView& hidden_states, int64_t rows, float* gate_input,
+                      void* expert_input) const;
   // logits: [rows, N]; the rows are finite.
   void ComputeLogits(const TensorView& hidden_states, int64_t rows, float* logits) const;
 
@@ -85,11 +101,13 @@ class Gate {
   int64_t hidden_size_ = 0;
   EngineKind kind_ = EngineKind::kGrouped;
   Isa isa_ = Isa::kAvx2;
-  PackedWeights packed_;                 // [N, D], unless kForLoop
-  Tensor weight_;                        // [N, D] where kForLoop
-  std::vector<float> logits_bias_;       // [N] or empty
-  std::vector<float> selection_bias_;    // [N] or empty
-  std::vector<float> per_expert_scale_;  // [N] or empty
+  PackedWeights packed_;                   // [N, D], unless kForLoop
+  Tensor weight_;                          // [N, D] where kForLoop
+  std::vector<float> logits_bias_;         // [N] or empty
+  std::vector<float> selection_bias_;      // [N] or empty
+  std::vector<float> per_expert_scale_;    // [N] or empty
+  std::vector<float> router_input_scale_;  // [D] or empty
+  std::vector<float> expert_input_scale_;  // [D] or empty
 };
 
 }  // namespace expertmesh
