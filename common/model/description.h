@@ -45,22 +45,20 @@ enum class WeightNorm {
   kPNorm,       // w / (sum |w|^p)^(1/p), p = norm_p
 };
 
-// A layer whose gate and experts see the block's input x through an RMS norm each, with scales of
-// their own: with S = sum of x^2 and D the hidden size, the gate gets x / sqrt(S + D epsilon) times
-// router_input_scale, the experts x / sqrt(S / D + epsilon) times expert_input_scale, rounded to
-// the activations' type.
+// Root mean square normalisation of a layer's input, with a vector of weights:
+// x (mean(x^2) + epsilon)^-1/2 weight factor, in fp32.
 struct InputNorm {
   bool present = false;
   float epsilon = 0.0f;
+  float factor = 1.0f;
 };
 
-// The gate of one layer: [input norm ->] logits = x W^T (+ logits bias) -> softcap -> score ->
+// The gate of one layer: logits = x W^T (+ logits bias) -> softcap -> score ->
 // selection score (+ bias) -> group mask -> top-k -> weights of the unbiased scores -> norm ->
 // scale. Slots are ordered by descending selection score, ties by the lower expert id.
 struct RouterDescriptor {
   int32_t num_experts = 0;  // E, identity experts not counted
   int32_t top_k = 0;        // K
-  InputNorm input_norm = {};
   ScoreFunction score = ScoreFunction::kSoftmax;
   ScoreOrder order = ScoreOrder::kScoreThenTopK;
   bool has_logits_bias = false;     // fp32 [E], added to the logits
@@ -79,6 +77,7 @@ struct RouterDescriptor {
   bool has_per_expert_scale = false;  // fp32 [E], multiplies the weight of each selected expert
   bool weigh_input = false;      // the weight multiplies the expert's input instead of its output
   int32_t identity_experts = 0;  // ids E, E+1, ... that return their input
+  InputNorm input_norm = {};     // of what the gate sees
 };
 
 // What an expert computes between its two projections; g and u are rows of the gate and up
@@ -124,6 +123,7 @@ struct LayerDescription {
   RouterDescriptor router;
   ExpertDescriptor experts;  // the routed ones; of a dense layer only hidden_size counts
   SharedExperts shared;
+  InputNorm expert_input_norm;  // of what the experts see
 };
 
 // All that is served of a checkpoint.

@@ -40,27 +40,6 @@ KERNEL_NOINLINE void AddBias(const std::vector<float>& bias, absl::Span<float> l
   for (size_t i = 0; i < logits.size(); ++i) logits[i] += bias[i % bias.size()];
 }
 
-// One row of an input norm; see Gate::Route.
-KERNEL_FMA KERNEL_NOINLINE void NormaliseRow(const float* x, float epsilon,
-                                             absl::Span<const float> gate_scale,
-                                             absl::Span<const float> expert_scale,
-                                             float* gate_input, float* expert_input) {
-  constexpr size_t kChains = 8;
-  const size_t size = gate_scale.size();
-  float s[kChains] = {};
-  size_t k = 0;
-  for (; k + kChains <= size; k += kChains) {
-    for (size_t j = 0; j < kChains; ++j) s[j] = std::fma(x[k + j], x[k + j], s[j]);
-  }
-  for (size_t j = 0; k + j < size; ++j) s[j] = std::fma(x[k + j], x[k + j], s[j]);
-  const float sum = ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
-  const float d = static_cast<float>(size);
-  const float gate_factor = 1.0f / std::sqrt(sum + d * epsilon);
-  const float expert_factor = 1.0f / std::sqrt(sum / d + epsilon);
-  for (size_t i = 0; i < size; ++i) gate_input[i] = x[i] * gate_factor * gate_scale[i];
-  for (size_t i = 0; i < size; ++i) expert_input[i] = x[i] * expert_factor * expert_scale[i];
-}
-
 // ---- Selection ---------------------------------------------------------------------------------
 
 // Selects from one token's logits; made once per call so that the scratch is reused.
@@ -220,10 +199,10 @@ class Selector {
 
 // ---- Checks ------------------------------------------------------------------------------------
 
-// INVALID_ARGUMENT unless `values` has `size` finite entries where `present`, and none elsewhere.
-absl::Status CheckVector(const char* name, bool present, int64_t size,
-                         absl::Span<const float> values) {
-  const int64_t expected = present ? size : 0;
+// INVALID_ARGUMENT unless `values` has [N] finite entries where `present`, and none elsewhere.
+absl::Status CheckPerExpert(const char* name, bool present, int64_t num_ids,
+                            absl::Span<const float> values) {
+  const int64_t expected = present ? num_ids : 0;
   if (static_cast<int64_t>(values.size()) != expected) {
     return absl::InvalidArgumentError(
         absl::StrCat(name, " must have ", expected, " entries, got ", values.size()));
@@ -236,17 +215,17 @@ absl::Status CheckVector(const char* name, bool present, int64_t size,
   return absl::OkStatus();
 }
 
-// Copies an F32 [size] tensor, or an empty one.
-absl::StatusOr<std::vector<float>> CopyVector(const char* name, bool present, int64_t size,
-                                              const Tensor& tensor) {
-  const std::vector<int64_t> expected = {present ? size : 0};
+// Copies an F32 [N] tensor, or an empty one.
+absl::StatusOr<std::vector<float>> PerExpert(const char* name, bool present, int64_t num_ids,
+                                             const Tensor& tensor) {
+  const std::vector<int64_t> expected = {present ? num_ids : 0};
   if (tensor.dtype() != DType::kF32 || tensor.shape() != expected) {
     return absl::InvalidArgumentError(absl::StrCat(name, " must be F32 ", ShapeToString(expected),
                                                    ", got ", NameOf(tensor.dtype()), " ",
                                                    ShapeToString(tensor.shape())));
   }
   std::vector<float> values(tensor.as<float>(), tensor.as<float>() + tensor.num_elements());
-  RETURN_IF_ERROR(CheckVector(name, present, size, values));
+  RETURN_IF_ERROR(CheckPerExpert(name, present, num_ids, values));
   return values;
 }
 
@@ -314,13 +293,6 @@ absl::Status ValidateRouter(const RouterDescriptor& router) {
         router.norm_epsilon, ", ", router.softcap, ", ", router.jitter, ", ", router.scale, " and ",
         router.routed_scale));
   }
-  // With an epsilon, a row of zeros stays one.
-  if (router.input_norm.present &&
-      !(std::isfinite(router.input_norm.epsilon) && router.input_norm.epsilon > 0.0f)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("router: the input norm's epsilon must be finite and positive, got ",
-                     router.input_norm.epsilon));
-  }
   return absl::OkStatus();
 }
 
@@ -338,10 +310,10 @@ absl::Status SelectExperts(const RouterDescriptor& router, absl::Span<const floa
                      " and T * ", top_k, " entries, got ", logits.size(), ", ", topk_ids.size(),
                      " and ", topk_weights.size()));
   }
-  RETURN_IF_ERROR(CheckVector("selection_bias", router.has_selection_bias,
-                              static_cast<int64_t>(num_ids), selection_bias));
-  RETURN_IF_ERROR(CheckVector("per_expert_scale", router.has_per_expert_scale,
-                              static_cast<int64_t>(num_ids), per_expert_scale));
+  RETURN_IF_ERROR(CheckPerExpert("selection_bias", router.has_selection_bias,
+                                 static_cast<int64_t>(num_ids), selection_bias));
+  RETURN_IF_ERROR(CheckPerExpert("per_expert_scale", router.has_per_expert_scale,
+                                 static_cast<int64_t>(num_ids), per_expert_scale));
 
   const ScopedFlushDenormals flush;
   Selector selector(router, selection_bias, per_expert_scale);
@@ -377,18 +349,14 @@ absl::StatusOr<Gate> Gate::Create(const RouterDescriptor& router, RouterWeights 
   gate.kind_ = kind;
   gate.isa_ = isa;
   ASSIGN_OR_RETURN(gate.logits_bias_,
-                   CopyVector("logits_bias", router.has_logits_bias, num_ids, weights.logits_bias));
-  ASSIGN_OR_RETURN(gate.selection_bias_, CopyVector("selection_bias", router.has_selection_bias,
-                                                    num_ids, weights.selection_bias));
+                   PerExpert("logits_bias", router.has_logits_bias, num_ids, weights.logits_bias));
+  ASSIGN_OR_RETURN(gate.selection_bias_, PerExpert("selection_bias", router.has_selection_bias,
+                                                   num_ids, weights.selection_bias));
   ASSIGN_OR_RETURN(gate.per_expert_scale_,
-                   CopyVector("per_expert_scale", router.has_per_expert_scale, num_ids,
-                              weights.per_expert_scale));
-  ASSIGN_OR_RETURN(gate.router_input_scale_,
-                   CopyVector("router_input_scale", router.input_norm.present, gate.hidden_size_,
-                              weights.router_input_scale));
-  ASSIGN_OR_RETURN(gate.expert_input_scale_,
-                   CopyVector("expert_input_scale", router.input_norm.present, gate.hidden_size_,
-                              weights.expert_input_scale));
+                   PerExpert("per_expert_scale", router.has_per_expert_scale, num_ids,
+                             weights.per_expert_scale));
+  ASSIGN_OR_RETURN(gate.input_norm_, RmsNorm::Create(router.input_norm, "the router's input norm",
+                                                     gate.hidden_size_, weights.input_norm));
 
   if (kind == EngineKind::kForLoop) {
     gate.weight_ = weight;
@@ -397,23 +365,6 @@ absl::StatusOr<Gate> Gate::Create(const RouterDescriptor& router, RouterWeights 
     gate.packed_.Pack(0, weight);
   }
   return gate;
-}
-
-void Gate::NormaliseInput(const TensorView& hidden_states, int64_t rows, float* gate_input,
-                          void* expert_input) const {
-  const ScopedFlushDenormals flush;
-  std::vector<float> x(hidden_size_), normalised(hidden_size_);
-  for (int64_t r = 0; r < rows; ++r) {
-    const int64_t first = r * hidden_size_;
-    for (int64_t k = 0; k < hidden_size_; ++k) {
-      x[k] = LoadFloat(hidden_states.dtype, hidden_states.data, first + k);
-    }
-    NormaliseRow(x.data(), router_.input_norm.epsilon, router_input_scale_, expert_input_scale_,
-                 gate_input + first, normalised.data());
-    for (int64_t k = 0; k < hidden_size_; ++k) {
-      StoreFloat(hidden_states.dtype, expert_input, first + k, normalised[k]);
-    }
-  }
 }
 
 void Gate::ComputeLogits(const TensorView& hidden_states, int64_t rows, float* logits) const {
@@ -467,11 +418,9 @@ absl::StatusOr<Routing> Gate::Route(const TensorView& hidden_states, int64_t fir
   const int64_t bad_value = KernelsOf(isa_).find_not_finite(hidden_states.dtype, hidden_states.data,
                                                             tokens * hidden_size_);
   const int64_t good = bad_value < 0 ? tokens : bad_value / hidden_size_;
-  if (router_.input_norm.present) {
-    Tensor gate_input(DType::kF32, {tokens, hidden_size_});
-    routing.expert_input = Tensor(hidden_states.dtype, {tokens, hidden_size_});
-    NormaliseInput(hidden_states, good, gate_input.as<float>(), routing.expert_input.data());
-    ComputeLogits(gate_input, good, routing.logits.as<float>());
+  if (input_norm_.present()) {
+    const Tensor normalised = input_norm_.Apply(hidden_states, good, DType::kF32);
+    ComputeLogits(normalised, good, routing.logits.as<float>());
   } else {
     ComputeLogits(hidden_states, good, routing.logits.as<float>());
   }

@@ -16,6 +16,7 @@
 #include "common/model/checkpoint.h"
 #include "common/model/description.h"
 #include "common/tensor.h"
+#include "router/gating/input_norm.h"
 
 namespace expertmesh {
 
@@ -27,9 +28,6 @@ struct Routing {
   Tensor topk_ids;      // I32 [T, K], distinct ids of a token in slot order
   Tensor topk_weights;  // F32 [T, K]
   Tensor logits;        // F32 [T, N], logits bias added, before the soft cap
-  // [T, D] of the hidden states' dtype: what the experts get instead of these, where the descriptor
-  // has an input norm; else empty [0].
-  Tensor expert_input;
 };
 
 // Selects experts from logits. Pure; thread-safe; sets the floating-point environment itself.
@@ -77,11 +75,8 @@ class Gate {
   //
   // A logit is one chain of fused multiply-adds from +0, over pairs of neighbouring k, the odd one
   // first, for BF16 and F16 weights (K padded with zeros to a multiple of 2), over ascending k for
-  // F32 weights; then the logits bias is added.
-  //
-  // An input norm is computed in fp32: the sum of squares in 8 chains of fused multiply-adds from
-  // +0, chain j over ascending k = j mod 8, added as ((0+4) + (2+6)) + ((1+5) + (3+7)); one factor
-  // 1 / Sqrt(...) per row; then x times the factor, times the scale, each product rounded.
+  // F32 weights; then the logits bias is added. Where there is an input norm, the hidden states are
+  // its F32 output.
   absl::StatusOr<Routing> Route(const TensorView& hidden_states, int64_t first_row = 0) const;
 
   // D of the hidden states.
@@ -90,10 +85,6 @@ class Gate {
  private:
   Gate() = default;
 
-  // Writes the gate's input, F32 [rows, D], and the experts', [rows, D] of the hidden states'
-  // dtype.
-  void NormaliseInput(const TensorView& hidden_states, int64_t rows, float* gate_input,
-                      void* expert_input) const;
   // logits: [rows, N]; the rows are finite.
   void ComputeLogits(const TensorView& hidden_states, int64_t rows, float* logits) const;
 
@@ -101,13 +92,12 @@ class Gate {
   int64_t hidden_size_ = 0;
   EngineKind kind_ = EngineKind::kGrouped;
   Isa isa_ = Isa::kAvx2;
-  PackedWeights packed_;                   // [N, D], unless kForLoop
-  Tensor weight_;                          // [N, D] where kForLoop
-  std::vector<float> logits_bias_;         // [N] or empty
-  std::vector<float> selection_bias_;      // [N] or empty
-  std::vector<float> per_expert_scale_;    // [N] or empty
-  std::vector<float> router_input_scale_;  // [D] or empty
-  std::vector<float> expert_input_scale_;  // [D] or empty
+  PackedWeights packed_;                 // [N, D], unless kForLoop
+  Tensor weight_;                        // [N, D] where kForLoop
+  std::vector<float> logits_bias_;       // [N] or empty
+  std::vector<float> selection_bias_;    // [N] or empty
+  std::vector<float> per_expert_scale_;  // [N] or empty
+  RmsNorm input_norm_;
 };
 
 }  // namespace expertmesh
