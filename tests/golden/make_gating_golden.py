@@ -208,10 +208,11 @@ def score(kind, z):
     return [{"sigmoid": sigmoid, "sqrt_softplus": sqrt_softplus}[kind](v) for v in z]
 
 
-def least_gap(values, count):
-    """Between the `count` largest and the next."""
-    ordered = sorted(values, reverse=True)[:count + 1]
-    return min((a - b for a, b in zip(ordered, ordered[1:])), default=math.inf)
+def least_gap(values, count, ordered):
+    """Between the `count` largest and the next; where their order matters, between any two of these."""
+    largest = sorted(values, reverse=True)[:count + 1]
+    gaps = [a - b for a, b in zip(largest, largest[1:])]
+    return min(gaps if ordered else gaps[count - 1:], default=math.inf)
 
 
 def group_scores(choice, router):
@@ -249,8 +250,11 @@ def route(c):
     return route_and_gap(c)[:2]
 
 
-def route_and_gap(c):
-    """(ids, weights, the least difference between two numbers whose order decides)."""
+def route_and_gap(c, ordered=True):
+    """(ids, weights, the least difference between two numbers whose order decides).
+
+    ordered: the order of the ids matters too, not only which they are.
+    """
     router = c["router"]
     z = [a + b for a, b in zip(c["logits"], c["logits_bias"] or [0.0] * len(c["logits"]))]
     if cap := router.get("softcap", 0.0):
@@ -259,17 +263,17 @@ def route_and_gap(c):
     if kind == "sparsemixer":
         edges = [abs((top - v) / max(abs(v), top) - 2 * router["jitter"])
                  for top in sorted(z)[-2:] for v in z if max(abs(v), top) > 0]
-        return *sparsemixer(z, router["jitter"]), min([*edges, least_gap(z, 2)])
+        return *sparsemixer(z, router["jitter"]), min([*edges, least_gap(z, 2, True)])
     late = router.get("order") == "topk_then_score"
     values = z if late else score(kind, z)
     choice = [v + b for v, b in zip(values, c["selection_bias"] or [0.0] * len(z))]
     gap = math.inf
     if "group_score" in router:
         scores = group_scores(choice, router)
-        gap = least_gap(scores, router["topk_groups"])
+        gap = least_gap(scores, router["topk_groups"], False)
         choice = mask_groups(choice, scores, router)
     ids = best(choice, router["top_k"])
-    gap = min(gap, least_gap(choice, router["top_k"]))
+    gap = min(gap, least_gap(choice, router["top_k"], ordered))
     weights = score(kind, [z[i] for i in ids]) if late else [values[i] for i in ids]
 
     norm = router.get("norm")
