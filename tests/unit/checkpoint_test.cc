@@ -996,24 +996,29 @@ TEST(TransformersCheckpoint, SavedAndFusedReadAsTheSameWeights) {
     SCOPED_TRACE(name);
     const auto checkpoint = Checkpoint::Open(absl::StrCat(root, "/", name));
     ASSERT_TRUE(checkpoint.ok()) << checkpoint.status();
-    const bool fused = one["layout"] == "fused";
-    EXPECT_EQ((*checkpoint)->layout(), fused ? "fused" : "per-expert");
+    if (one.contains("expected_layout")) {
+      EXPECT_EQ((*checkpoint)->layout(), one["expected_layout"]);
+    } else {
+      EXPECT_EQ((*checkpoint)->layout(), one["layout"] == "fused" ? "fused" : "per-expert");
+    }
     EXPECT_EQ((*checkpoint)->model().model_type, one["family"]);
     for (const std::string& skipped : (*checkpoint)->skipped_tensors()) {
       EXPECT_THAT(skipped, ::testing::Not(HasSubstr("expert")));
     }
-    if (fused) continue;
+    if (one["layout"] == "fused") continue;
     const auto twin = Checkpoint::Open(absl::StrCat(
         root, "/", absl::StrReplaceAll(name, {{"-saved", "-fused"}, {"-sharded", "-fused"}})));
     ASSERT_TRUE(twin.ok()) << twin.status();
     for (const LayerDescription& layer : (*checkpoint)->model().layers) {
-      EXPECT_EQ(layer.router.num_experts, one["num_experts"]);
-      EXPECT_EQ(layer.router.top_k, one["top_k"]);
+      if (layer.kind == LayerKind::kMoe) {
+        EXPECT_EQ(layer.router.num_experts, one["num_experts"]);
+        EXPECT_EQ(layer.router.top_k, one["top_k"]);
+      }
       const auto a = (*checkpoint)->ReadRouter(layer.layer);
       const auto b = (*twin)->ReadRouter(layer.layer);
       ASSERT_TRUE(a.ok() && b.ok()) << a.status() << b.status();
       ASSERT_EQ(std::memcmp(a->weight.data(), b->weight.data(), a->weight.num_bytes()), 0);
-      for (int32_t expert = 0; expert < layer.router.num_experts; ++expert) {
+      for (int32_t expert = 0; expert < layer.router.num_experts + layer.shared.count; ++expert) {
         const auto c = (*checkpoint)->ReadExpert(layer.layer, expert);
         const auto d = (*twin)->ReadExpert(layer.layer, expert);
         ASSERT_TRUE(c.ok() && d.ok()) << c.status() << d.status();
