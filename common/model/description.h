@@ -53,9 +53,9 @@ struct InputNorm {
   float factor = 1.0f;
 };
 
-// The gate of one layer: logits = x W^T (+ logits bias) -> softcap -> score ->
-// selection score (+ bias) -> group mask -> top-k -> weights of the unbiased scores -> norm ->
-// scale. Slots are ordered by descending selection score, ties by the lower expert id.
+// The gate of one layer: logits = x W^T (+ logits bias) -> softcap -> score -> selection score (+
+// bias) -> group mask -> top-k -> weights of the unbiased scores -> norm -> scale. Slots are
+// ordered by descending selection score, ties by the lower expert id.
 struct RouterDescriptor {
   int32_t num_experts = 0;  // E, identity experts not counted
   int32_t top_k = 0;        // K
@@ -104,6 +104,14 @@ struct ExpertDescriptor {
   DType weight_dtype = DType::kBF16;  // as stored: F32, BF16 or F16
 };
 
+// Bytes of one expert's weights as stored; its biases are F32 in memory.
+inline int64_t BytesOfExpert(const ExpertDescriptor& expert) {
+  const int64_t rows = (expert.gated ? 2 : 1) * expert.intermediate_size;
+  const int64_t biases = expert.has_bias ? rows + expert.hidden_size : 0;
+  return (rows + expert.intermediate_size) * expert.hidden_size * BytesOf(expert.weight_dtype) +
+         biases * BytesOf(DType::kF32);
+}
+
 // A dense layer is one without routed experts (E = K = 0) and with one shared expert.
 enum class LayerKind { kMoe, kDense };
 
@@ -111,7 +119,7 @@ enum class LayerKind { kMoe, kDense };
 // beside its routed ones; every server holds them.
 struct SharedExperts {
   int32_t count = 0;
-  ExpertDescriptor experts;       // its own sizes, activation, biases and dtype
+  ExpertDescriptor experts = {};  // its own sizes, activation, biases and dtype
   bool gated_by_sigmoid = false;  // weighed by sigmoid(x g^T) instead of 1
   bool averaged = false;          // the block's output is the mean of the routed and the shared sum
 };
@@ -122,8 +130,8 @@ struct LayerDescription {
   LayerKind kind = LayerKind::kMoe;
   RouterDescriptor router;
   ExpertDescriptor experts;  // the routed ones; of a dense layer only hidden_size counts
-  SharedExperts shared;
-  InputNorm expert_input_norm;  // of what the experts see
+  SharedExperts shared = {};
+  InputNorm expert_input_norm = {};  // of what the experts see
 };
 
 // All that is served of a checkpoint.
