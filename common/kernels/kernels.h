@@ -13,6 +13,7 @@
 
 #include "common/dtype.h"
 #include "common/kernels/isa.h"
+#include "common/numerics/activation.h"
 
 namespace expertmesh {
 
@@ -71,11 +72,15 @@ struct Kernels {
   // Widens n elements of F32, BF16 or F16.
   void (*widen)(DType dtype, const void* from, int64_t n, float* to);
 
-  // h = silu(g) * u, each operation rounded in fp32, for a block whose panels alternate g and u.
-  // c: [4][rows][16]; columns: those of the block that exist (0 to 32); h: the block's first column
-  // of the first row; whole vectors of 16 are stored. stride in elements.
-  void (*silu_glu)(const float* c, int64_t rows, int64_t columns, RowFormat format, void* h,
-                   int64_t stride);
+  // Adds to every row of a block, c: [4][rows][16], the biases [4][16] of its columns.
+  void (*add_bias)(float* c, int64_t rows, const float* bias);
+
+  // h = Activate(function, g, u) with the same bits, for a block whose panels alternate g and u, or
+  // are all g where the function is not gated. c: [4][rows][16]; columns: those of h in the block
+  // that exist (0 to 32, or 64); h: the block's first column of the first row; whole vectors of 16
+  // are stored. stride in elements.
+  void (*activate)(const ActivationFunction& function, const float* c, int64_t rows,
+                   int64_t columns, RowFormat format, void* h, int64_t stride);
 
   // Stores a block, as kF32 or kBF16. c: [4][rows][16]; columns: those that exist (0 to 64);
   // nothing else is written.
