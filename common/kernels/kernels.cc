@@ -425,21 +425,26 @@ HWY_INLINE VF LoadVector(DType dtype, const void* row, int64_t column) {
                                : hn::LoadU(F(), static_cast<const float*>(row) + column);
 }
 
-HWY_NOINLINE void Combine(DType row_dtype, const void* const* rows, const float* weights,
-                          int64_t slots, float scale, DType out_dtype, int64_t n, void* out) {
+HWY_NOINLINE void Combine(const CombineRows& token, DType out_dtype, int64_t n, void* out) {
   constexpr int kUnroll = 4;  // independent chains, to hide the latency of an addition
+  const int64_t slots = token.num_routed + token.num_shared;
   int64_t i = 0;
   for (; i + kUnroll * kLanes <= n; i += kUnroll * kLanes) {
     VF acc[kUnroll];
     UNROLL for (int v = 0; v < kUnroll; ++v) acc[v] = hn::Zero(F());
-    for (int64_t s = 0; s < slots; ++s) {
-      const VF w = hn::Set(F(), weights[s]);
+    for (int64_t s = 0; s <= slots; ++s) {
+      if (s == token.num_routed && token.routed_scale != 1.0f) {
+        const VF scale = hn::Set(F(), token.routed_scale);
+        UNROLL for (int v = 0; v < kUnroll; ++v) acc[v] = hn::Mul(acc[v], scale);
+      }
+      if (s == slots) break;
+      const VF w = hn::Set(F(), token.weights[s]);
       UNROLL for (int v = 0; v < kUnroll; ++v) {
-        acc[v] = hn::MulAdd(w, LoadVector(row_dtype, rows[s], i + v * kLanes), acc[v]);
+        acc[v] = hn::MulAdd(w, LoadVector(token.dtype, token.rows[s], i + v * kLanes), acc[v]);
       }
     }
-    if (scale != 1.0f) {
-      UNROLL for (int v = 0; v < kUnroll; ++v) acc[v] = hn::Mul(acc[v], hn::Set(F(), scale));
+    if (token.scale != 1.0f) {
+      UNROLL for (int v = 0; v < kUnroll; ++v) acc[v] = hn::Mul(acc[v], hn::Set(F(), token.scale));
     }
     UNROLL for (int v = 0; v < kUnroll; ++v) {
       const int64_t column = i + v * kLanes;
@@ -454,10 +459,12 @@ HWY_NOINLINE void Combine(DType row_dtype, const void* const* rows, const float*
   }
   for (; i < n; ++i) {
     float acc = 0.0f;
-    for (int64_t s = 0; s < slots; ++s) {
-      acc = __builtin_fmaf(weights[s], LoadFloat(row_dtype, rows[s], i), acc);
+    for (int64_t s = 0; s <= slots; ++s) {
+      if (s == token.num_routed && token.routed_scale != 1.0f) acc *= token.routed_scale;
+      if (s == slots) break;
+      acc = __builtin_fmaf(token.weights[s], LoadFloat(token.dtype, token.rows[s], i), acc);
     }
-    if (scale != 1.0f) acc *= scale;
+    if (token.scale != 1.0f) acc *= token.scale;
     StoreFloat(out_dtype, out, i, acc);
   }
 }

@@ -63,6 +63,17 @@ enum class RowFormat {
   kBF16,
 };
 
+// The rows of one token that are combined.
+struct CombineRows {
+  DType dtype;              // of the rows: F32 or BF16
+  const void* const* rows;  // the routed ones, then the shared ones
+  const float* weights;     // of each
+  int64_t num_routed;
+  float routed_scale;
+  int64_t num_shared;
+  float scale;
+};
+
 struct Kernels {
   TileKernels f32;         // F32 weights, fp32 rows
   TileKernels bf16;        // BF16 weights, fp32 rows
@@ -87,11 +98,10 @@ struct Kernels {
   void (*store)(const float* c, int64_t rows, int64_t columns, RowFormat format, void* y,
                 int64_t stride);
 
-  // One token of the combine: out = round(scale * chain), the chain over its rows in slot order,
-  // acc = fma(weights[s], rows[s], acc) from +0. rows: F32 or BF16 [n] each; out: F32, BF16 or F16.
-  // A scale of 1 is left out.
-  void (*combine)(DType row_dtype, const void* const* rows, const float* weights, int64_t slots,
-                  float scale, DType out_dtype, int64_t n, void* out);
+  // One token of the combine: out = round(acc), acc = fma(weight, row, acc) from +0 over the routed
+  // rows in their order; then acc *= routed_scale; then the chain over the shared rows; then acc *=
+  // scale. Scales of 1 are left out. out: F32, BF16 or F16 [n], as each of the rows is.
+  void (*combine)(const CombineRows& token, DType out_dtype, int64_t n, void* out);
 
   // The first element of n of F32, BF16 or F16 that is not finite, or -1.
   int64_t (*find_not_finite)(DType dtype, const void* values, int64_t n);

@@ -54,6 +54,14 @@ int64_t GateUpRows(const ExpertDescriptor& descriptor) {
   return (descriptor.gated ? 2 : 1) * descriptor.intermediate_size;
 }
 
+int64_t StoredBytes(const ExpertDescriptor& descriptor) {
+  const int64_t rows = GateUpRows(descriptor);
+  const int64_t weights =
+      rows * descriptor.hidden_size + descriptor.hidden_size * descriptor.intermediate_size;
+  const int64_t biases = descriptor.has_bias ? rows + descriptor.hidden_size : 0;
+  return weights * BytesOf(descriptor.weight_dtype) + biases * BytesOf(DType::kF32);
+}
+
 absl::Status CheckComputed(const ExpertDescriptor& descriptor) {
   if (descriptor.gated != IsGated(descriptor.activation)) {
     return absl::InvalidArgumentError(

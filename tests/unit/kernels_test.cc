@@ -342,33 +342,47 @@ TEST_P(KernelTest, WidenIsExact) {
 
 TEST_P(KernelTest, CombineIsTheScalarChainInSlotOrder) {
   std::mt19937 rng(6);
+  const auto restated = [](const CombineRows& token, int64_t i) {
+    volatile float acc = 0.0f;
+    const auto add = [&](int64_t s) {
+      acc = fmaf(token.weights[s], LoadFloat(token.dtype, token.rows[s], i), acc);
+    };
+    for (int64_t s = 0; s < token.num_routed; ++s) add(s);
+    if (token.routed_scale != 1.0f) acc = acc * token.routed_scale;
+    for (int64_t s = 0; s < token.num_shared; ++s) add(token.num_routed + s);
+    if (token.scale != 1.0f) acc = acc * token.scale;
+    return acc;
+  };
+  constexpr int64_t kSlots = 5;
   for (const DType row_dtype : {DType::kF32, DType::kBF16}) {
     for (const DType out_dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
       for (const int64_t n : {1, 15, 64, 130}) {
-        for (const float scale : {1.0f, 2.5f}) {
-          for (const Data data : {Data::kTame, Data::kTiny}) {
-            constexpr int64_t kSlots = 5;
-            const Tensor rows = RandomData(row_dtype, DType::kF32, {kSlots, n}, data, rng);
-            const Tensor weights = RandomData(DType::kF32, row_dtype, {kSlots}, data, rng);
-            std::vector<const void*> pointers;
-            for (int64_t s = 0; s < kSlots; ++s) {
-              pointers.push_back(rows.data() + s * n * BytesOf(row_dtype));
-            }
-            Tensor got(out_dtype, {n}), expected(out_dtype, {n});
-            kernels_.combine(row_dtype, pointers.data(), weights.as<float>(), kSlots, scale,
-                             out_dtype, n, got.data());
-            for (int64_t i = 0; i < n; ++i) {
-              volatile float acc = 0.0f;
+        for (const int64_t num_shared : {0, 1, 2, 5}) {
+          for (const auto& [routed_scale, scale] :
+               std::vector<std::pair<float, float>>{{1, 1}, {2.5f, 1}, {1, 0.5f}, {2.5f, 0.5f}}) {
+            for (const Data data : {Data::kTame, Data::kTiny}) {
+              const Tensor rows = RandomData(row_dtype, DType::kF32, {kSlots, n}, data, rng);
+              const Tensor weights = RandomData(DType::kF32, row_dtype, {kSlots}, data, rng);
+              std::vector<const void*> pointers;
               for (int64_t s = 0; s < kSlots; ++s) {
-                acc =
-                    fmaf(weights.as<float>()[s], LoadFloat(row_dtype, rows.data(), s * n + i), acc);
+                pointers.push_back(rows.data() + s * n * BytesOf(row_dtype));
               }
-              if (scale != 1.0f) acc = acc * scale;
-              StoreFloat(out_dtype, expected.data(), i, acc);
+              const CombineRows token = {row_dtype,
+                                         pointers.data(),
+                                         weights.as<float>(),
+                                         kSlots - num_shared,
+                                         routed_scale,
+                                         num_shared,
+                                         scale};
+              Tensor got(out_dtype, {n}), expected(out_dtype, {n});
+              kernels_.combine(token, out_dtype, n, got.data());
+              for (int64_t i = 0; i < n; ++i) {
+                StoreFloat(out_dtype, expected.data(), i, restated(token, i));
+              }
+              ASSERT_EQ(std::memcmp(got.data(), expected.data(), got.num_bytes()), 0)
+                  << NameOf(row_dtype) << " to " << NameOf(out_dtype) << ", n " << n << ", scales "
+                  << routed_scale << " and " << scale << ", " << num_shared << " shared";
             }
-            ASSERT_EQ(std::memcmp(got.data(), expected.data(), got.num_bytes()), 0)
-                << NameOf(row_dtype) << " to " << NameOf(out_dtype) << ", n " << n << ", scale "
-                << scale;
           }
         }
       }
