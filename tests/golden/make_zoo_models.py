@@ -377,7 +377,7 @@ FAMILIES: dict[str, Family] = {
             "moe_topk": k,
             "routed_scaling_factor": 6.0,
         },
-        ((11, 3), (11, 1), (5, 9)),
+        ((11, 3), (11, 2), (5, 9)),  # transformers cannot choose one
         released=without_weights_of_identity_experts,
     ),
     "cohere2_moe": Family(

@@ -44,7 +44,8 @@ def moe_blocks(model: nn.Module) -> dict[int, nn.Module]:
 def dense_mlps(model: nn.Module) -> dict[int, nn.Module]:
     """The MLPs of layers without experts, by index."""
     blocks = {i: _block(layer) for i, layer in enumerate(_layers(model))}
-    return {i: block for i, block in blocks.items() if "MLP" in type(block).__name__}
+    mlps = {i: block for i, block in blocks.items() if not hasattr(block, "experts")}
+    return {i: block for i, block in mlps.items() if "MLP" in type(block).__name__}
 
 
 @torch.no_grad()
