@@ -177,6 +177,7 @@ Folder MakeFolder(const FamilyCase& one) {
 
 void Write(const Folder& folder, const std::string& path) {
   std::filesystem::create_directories(path);
+  std::filesystem::remove(path + "/config.json");
   std::ofstream(path + "/config.json") << folder.config.dump();
   json header = json::object();
   std::string data;
@@ -192,6 +193,8 @@ void Write(const Folder& folder, const std::string& path) {
   }
   const std::string text = header.dump();
   const uint64_t length = text.size();
+  // Not over the old one: closing a file that was cut short may wait for the disk.
+  std::filesystem::remove(path + "/model.safetensors");
   std::ofstream file(path + "/model.safetensors", std::ios::binary);
   file.write(reinterpret_cast<const char*>(&length), sizeof(length));
   file << text << data;
