@@ -132,6 +132,9 @@ struct LayerDescription {
   ExpertDescriptor experts;  // the routed ones; of a dense layer only hidden_size counts
   SharedExperts shared = {};
   InputNorm expert_input_norm = {};  // of what the experts see
+
+  // How many experts servers hold: ids [0, E) are the routed ones, the rest the shared ones.
+  int32_t num_held() const { return router.num_experts + shared.count; }
 };
 
 // All that is served of a checkpoint.
