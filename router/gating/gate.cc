@@ -258,6 +258,9 @@ absl::Status ValidateRouter(const RouterDescriptor& router) {
       }
       break;
   }
+  if (router.input_norm.present) {
+    return absl::UnimplementedError("router: a norm of the gate's input");
+  }
   if (router.group_score != GroupScore::kNone) {
     if (router.num_groups < 1 || num_ids % router.num_groups != 0) {
       return absl::InvalidArgumentError(absl::StrCat("router: num_groups must divide the ", num_ids,

@@ -85,6 +85,11 @@ std::vector<NamedLayer> Layers() {
   layer = add("IdentityShared", WithShared(Routed(), 2));
   layer->router.identity_experts = 12;
   layer->router.routed_scale = 6.0f;
+  add("WeighInput", Routed())->router.weigh_input = true;
+  layer = add("WeighInputShared", WithShared(Routed(), 2));
+  layer->router.weigh_input = true;
+  layer->router.identity_experts = 2;
+  layer->experts.weight_dtype = DType::kF32;
   layer = add("OneExpert", WithShared(Routed(), 1));
   layer->router.num_experts = layer->router.top_k = 1;
   return layers;
@@ -224,6 +229,28 @@ TEST(Layers, SharedRowsGoWhereTheFirstSlotIs) {
       const bool first = servers[s] == server_of(expected.ids[t * 3]);
       EXPECT_EQ(std::count(slices[s].expert_ids.begin(), slices[s].expert_ids.end(), 7), first);
       EXPECT_EQ(std::count(slices[s].expert_ids.begin(), slices[s].expert_ids.end(), 8), first);
+    }
+  }
+}
+
+// Weights travel with the indices, and only where they are needed.
+TEST(Layers, InputWeightsAreChecked) {
+  for (const bool weigh_input : {false, true}) {
+    LayerDescription layer = Routed();
+    layer.router.weigh_input = weigh_input;
+    const auto checkpoint = Made(layer);
+    const auto store = *ExpertStore::Load(*checkpoint, {{kLayer, {0}}}, MakeEngine({}),
+                                          [](const LoadProgress&) {});
+    const Tensor rows = Tokens(DType::kF32, 2);
+    for (const size_t weights : {0, 1, 2, 3}) {
+      const auto result =
+          store->Forward(kLayer, std::vector<int32_t>{0}, std::vector<int64_t>{2},
+                         std::vector<int32_t>{0, 1}, std::vector<float>(weights, 0.5f), rows);
+      EXPECT_EQ(result.ok(), weights == (weigh_input ? 2u : 0u));
+      if (result.ok()) continue;
+      EXPECT_EQ(std::string(result.status().message()),
+                absl::StrCat("input_weights: expected ", weigh_input ? 2 : 0,
+                             " entries for layer 1, got ", weights));
     }
   }
 }

@@ -124,6 +124,15 @@ inline float RoundTo(DType dtype, float value) {
   return value;
 }
 
+inline std::vector<float> WeighedInput(DType dtype, float weight, const std::vector<float>& x) {
+  std::vector<float> weighed(x.size());
+  for (size_t d = 0; d < x.size(); ++d) {
+    const volatile float product = weight * x[d];
+    weighed[d] = RoundRow(dtype, product);
+  }
+  return weighed;
+}
+
 struct Expected {
   int64_t top_k = 0;
   int64_t num_ids = 0;
@@ -174,7 +183,10 @@ inline Expected Restate(const Checkpoint& checkpoint, int32_t layer_index,
       if (ids[k] >= router.num_experts) {
         add(weights[k], x);
       } else {
-        add(weights[k], RestatedExpert(layer.experts, experts[ids[k]], dtype, x));
+        const std::vector<float> weighed = WeighedInput(dtype, weights[k], x);
+        add(router.weigh_input ? 1.0f : weights[k],
+            RestatedExpert(layer.experts, experts[ids[k]], dtype,
+                           router.weigh_input ? weighed : x));
       }
     }
     if (router.routed_scale != 1.0f) multiply(router.routed_scale);
@@ -252,7 +264,8 @@ class FakeServer : public ExpertBackend {
 };
 
 inline absl::StatusOr<Tensor> Compute(const ExpertStore& store, const ExpertSlice& slice) {
-  return store.Forward(slice.layer, slice.expert_ids, slice.m_sizes, slice.gather, slice.rows);
+  return store.Forward(slice.layer, slice.expert_ids, slice.m_sizes, slice.gather,
+                       slice.input_weights, slice.rows);
 }
 
 // Answers before Dispatch returns.
