@@ -50,6 +50,18 @@ void LoadGemmRow(Isa isa, DType activations, const void* row, int64_t k, DType r
   std::memset(to + bytes, 0, GemmRowBytes(row_dtype, k) - bytes);
 }
 
+void LoadWeighedGemmRow(Isa isa, DType activations, const void* row, int64_t k, float weight,
+                        DType row_dtype, std::byte* to) {
+  const int64_t bytes = k * BytesOf(row_dtype);
+  KernelsOf(isa).weigh(activations, row, k, weight, GemmRowFormat(activations, row_dtype), to);
+  std::memset(to + bytes, 0, GemmRowBytes(row_dtype, k) - bytes);
+}
+
+RowFormat GemmRowFormat(DType activations, DType row_dtype) {
+  if (row_dtype == DType::kBF16) return RowFormat::kBF16;
+  return activations == DType::kBF16 ? RowFormat::kF32OfBF16 : RowFormat::kF32;
+}
+
 GroupedGemm::GroupedGemm(const Args& args, const Tuning& tuning)
     : args_(args),
       kernels_(KernelsOf(args.isa)),
@@ -143,17 +155,24 @@ void GroupedGemm::RunTiles(const Task& task, const Task& next, float* c) const {
   }
 }
 
-void GroupedGemm::Store(const Task& task, const float* c) const {
+void GroupedGemm::Store(const Task& task, float* c) const {
   const int64_t rows = task.group->rows;
-  const bool glu = args_.output == GemmOutput::kSiluGlu;
-  const int64_t width = glu ? kBlockColumns / 2 : kBlockColumns;
+  if (args_.bias != nullptr) {
+    kernels_.add_bias(c, rows, args_.bias->Block(task.group->index, task.block));
+  }
+  const bool activated = args_.output == GemmOutput::kActivated;
+  const int64_t per_column = activated && IsGated(args_.activation.kind) ? 2 : 1;  // columns of c
+  const int64_t width = kBlockColumns / per_column;
   const int64_t begin = task.block * width;
-  const int64_t columns = (glu ? args_.weights->n() / 2 : args_.weights->n()) - begin;
+  const int64_t columns = std::min(args_.weights->n() / per_column - begin, width);
   const int64_t element = args_.format == RowFormat::kBF16 ? 2 : 4;
   std::byte* const y =
       static_cast<std::byte*>(args_.y) + (task.group->first_row * args_.y_stride + begin) * element;
-  (glu ? kernels_.silu_glu : kernels_.store)(c, rows, std::min(columns, width), args_.format, y,
-                                             args_.y_stride);
+  if (activated) {
+    kernels_.activate(args_.activation, c, rows, columns, args_.format, y, args_.y_stride);
+  } else {
+    kernels_.store(c, rows, columns, args_.format, y, args_.y_stride);
+  }
 }
 
 }  // namespace expertmesh

@@ -11,6 +11,7 @@
 #include "absl/types/span.h"
 #include "common/kernels/isa.h"
 #include "common/kernels/memory.h"
+#include "common/kernels/packed_bias.h"
 #include "common/kernels/packed_weights.h"
 
 namespace expertmesh {
@@ -32,8 +33,9 @@ void AddGroups(int64_t index, int64_t first_row, int64_t rows, std::vector<GemmG
 
 // What becomes of a block of results.
 enum class GemmOutput {
-  kRows,     // stored
-  kSiluGlu,  // silu(g) * u is, for weights of Columns::kInterleavedHalves
+  kRows,       // stored
+  kActivated,  // Args::activation of it is; weights of Columns::kInterleavedHalves where it is
+               // gated
 };
 
 // Which rows a GEMM reads: bf16 where the instruction set multiplies bf16 pairs and both sides are
@@ -48,6 +50,14 @@ int64_t GemmRowBytes(DType row_dtype, int64_t k);
 // or F16.
 void LoadGemmRow(Isa isa, DType activations, const void* row, int64_t k, DType row_dtype,
                  std::byte* to);
+
+// The same of weight * row, rounded once: to BF16 where the activations are, else not at all.
+void LoadWeighedGemmRow(Isa isa, DType activations, const void* row, int64_t k, float weight,
+                        DType row_dtype, std::byte* to);
+
+// How rows between two GEMMs are stored: rounded to BF16 where the activations are, and as
+// row_dtype.
+RowFormat GemmRowFormat(DType activations, DType row_dtype);
 
 // One grouped GEMM. Run() is called by every thread that takes part, with memory of its own; each
 // takes blocks until none is left.
@@ -69,9 +79,11 @@ class GroupedGemm {
     GemmOutput output;
     RowFormat format;
     void* y;  // rows of `format`
-    // Elements from a row of y to the next. For kSiluGlu whole vectors of 16 columns are stored, so
-    // it is at least N / 2 rounded up to 16.
+    // Elements from a row of y to the next. For kActivated whole vectors of 16 columns are stored,
+    // so it is at least the activation's width rounded up to 16.
     int64_t y_stride;
+    ActivationFunction activation = {};
+    const PackedBias* bias = nullptr;  // added to the chains; null: none
   };
 
   // What `args` refers to outlives the object.
@@ -97,7 +109,7 @@ class GroupedGemm {
   // The chains of a task to c, [4][rows][16]; weights that `next` reads first are fetched
   // meanwhile.
   void RunTiles(const Task& task, const Task& next, float* c) const;
-  void Store(const Task& task, const float* c) const;
+  void Store(const Task& task, float* c) const;
 
   const Args args_;
   const Kernels& kernels_;

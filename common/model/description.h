@@ -15,7 +15,7 @@ enum class ScoreFunction {
   kSoftmax,       // over all experts (or over the selected ones, see ScoreOrder)
   kSigmoid,       // 1 / (1 + e^-z)
   kSqrtSoftplus,  // sqrt(log(1 + e^z))
-  kSparsemixer,   // two masked softmaxes, one per slot
+  kSparsemixer,   // one masked softmax per slot; K = 2, selection by the logits
 };
 
 // Whether selection looks at the scores or at the logits.
@@ -45,6 +45,14 @@ enum class WeightNorm {
   kPNorm,       // w / (sum |w|^p)^(1/p), p = norm_p
 };
 
+// Root mean square normalisation of a layer's input, with a vector of weights:
+// x (mean(x^2) + epsilon)^-1/2 weight factor, in fp32.
+struct InputNorm {
+  bool present = false;
+  float epsilon = 0.0f;
+  float factor = 1.0f;
+};
+
 // The gate of one layer: logits = x W^T (+ logits bias) -> softcap -> score -> selection score (+
 // bias) -> group mask -> top-k -> weights of the unbiased scores -> norm -> scale. Slots are
 // ordered by descending selection score, ties by the lower expert id.
@@ -65,10 +73,11 @@ struct RouterDescriptor {
   float scale = 1.0f;                 // multiplies every weight
   float routed_scale = 1.0f;          // multiplies the routed sum, before shared experts are added
   float softcap = 0.0f;               // c > 0: z becomes tanh(z / c) c
-  float jitter = 0.0f;                // sparsemixer's threshold
+  float jitter = 0.0f;                // sparsemixer: half its threshold
   bool has_per_expert_scale = false;  // fp32 [E], multiplies the weight of each selected expert
   bool weigh_input = false;      // the weight multiplies the expert's input instead of its output
   int32_t identity_experts = 0;  // ids E, E+1, ... that return their input
+  InputNorm input_norm = {};     // of what the gate sees
 };
 
 // What an expert computes between its two projections; g and u are rows of the gate and up
@@ -95,6 +104,14 @@ struct ExpertDescriptor {
   DType weight_dtype = DType::kBF16;  // as stored: F32, BF16 or F16
 };
 
+// Bytes of one expert's weights as stored; its biases are F32 in memory.
+inline int64_t BytesOfExpert(const ExpertDescriptor& expert) {
+  const int64_t rows = (expert.gated ? 2 : 1) * expert.intermediate_size;
+  const int64_t biases = expert.has_bias ? rows + expert.hidden_size : 0;
+  return (rows + expert.intermediate_size) * expert.hidden_size * BytesOf(expert.weight_dtype) +
+         biases * BytesOf(DType::kF32);
+}
+
 // A dense layer is one without routed experts (E = K = 0) and with one shared expert.
 enum class LayerKind { kMoe, kDense };
 
@@ -102,7 +119,7 @@ enum class LayerKind { kMoe, kDense };
 // beside its routed ones; every server holds them.
 struct SharedExperts {
   int32_t count = 0;
-  ExpertDescriptor experts;       // its own sizes, activation, biases and dtype
+  ExpertDescriptor experts = {};  // its own sizes, activation, biases and dtype
   bool gated_by_sigmoid = false;  // weighed by sigmoid(x g^T) instead of 1
   bool averaged = false;          // the block's output is the mean of the routed and the shared sum
 };
@@ -113,7 +130,11 @@ struct LayerDescription {
   LayerKind kind = LayerKind::kMoe;
   RouterDescriptor router;
   ExpertDescriptor experts;  // the routed ones; of a dense layer only hidden_size counts
-  SharedExperts shared;
+  SharedExperts shared = {};
+  InputNorm expert_input_norm = {};  // of what the experts see
+
+  // How many experts servers hold: ids [0, E) are the routed ones, the rest the shared ones.
+  int32_t num_held() const { return router.num_experts + shared.count; }
 };
 
 // All that is served of a checkpoint.

@@ -1,5 +1,9 @@
 #include "expert_server/engine/experts.h"
 
+#include <cmath>
+#include <utility>
+
+#include "common/numerics/activation.h"
 #include "common/status.h"
 
 namespace expertmesh {
@@ -46,12 +50,53 @@ absl::Status ValidateBatch(const ExpertBatch& batch, int64_t hidden_size,
   return absl::OkStatus();
 }
 
+int64_t GateUpRows(const ExpertDescriptor& descriptor) {
+  return (descriptor.gated ? 2 : 1) * descriptor.intermediate_size;
+}
+
+int64_t StoredBytes(const ExpertDescriptor& descriptor) {
+  const int64_t rows = GateUpRows(descriptor);
+  const int64_t weights =
+      rows * descriptor.hidden_size + descriptor.hidden_size * descriptor.intermediate_size;
+  const int64_t biases = descriptor.has_bias ? rows + descriptor.hidden_size : 0;
+  return weights * BytesOf(descriptor.weight_dtype) + biases * BytesOf(DType::kF32);
+}
+
 absl::Status CheckComputed(const ExpertDescriptor& descriptor) {
-  if (descriptor.activation != Activation::kSiluGlu || !descriptor.gated) {
-    return absl::UnimplementedError("experts: only silu-gated linear units are computed");
+  if (descriptor.gated != IsGated(descriptor.activation)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("experts: gated: expected ", IsGated(descriptor.activation) ? "true" : "false",
+                     " for this activation, got ", descriptor.gated ? "true" : "false"));
   }
-  if (descriptor.has_bias) return absl::UnimplementedError("experts: biases are not computed");
+  if (HasLimit(descriptor.activation) && !(descriptor.activation_limit > 0.0f)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("experts: activation_limit: expected more than 0 for this activation, got ",
+                     descriptor.activation_limit));
+  }
+  if (!std::isfinite(descriptor.activation_limit) || !std::isfinite(descriptor.activation_alpha)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "experts: activation_alpha and activation_limit: expected finite numbers, got ",
+        descriptor.activation_alpha, " and ", descriptor.activation_limit));
+  }
   return absl::OkStatus();
+}
+
+absl::Status CheckWeights(const ExpertDescriptor& descriptor, const ExpertWeights& weights) {
+  const auto check = [](const char* name, const Tensor& tensor, DType dtype,
+                        const std::vector<int64_t>& shape) {
+    if (tensor.dtype() == dtype && tensor.shape() == shape) return absl::OkStatus();
+    return absl::InvalidArgumentError(
+        absl::StrCat(name, ": expected ", NameOf(dtype), " ", ShapeToString(shape), ", got ",
+                     NameOf(tensor.dtype()), " ", ShapeToString(tensor.shape())));
+  };
+  const int64_t rows = GateUpRows(descriptor);
+  const int64_t hidden_size = descriptor.hidden_size;
+  RETURN_IF_ERROR(check("gate_up", weights.gate_up, descriptor.weight_dtype, {rows, hidden_size}));
+  RETURN_IF_ERROR(check("down", weights.down, descriptor.weight_dtype,
+                        {hidden_size, descriptor.intermediate_size}));
+  if (!descriptor.has_bias) return absl::OkStatus();
+  RETURN_IF_ERROR(check("gate_up_bias", weights.gate_up_bias, DType::kF32, {rows}));
+  return check("down_bias", weights.down_bias, DType::kF32, {hidden_size});
 }
 
 }  // namespace expertmesh

@@ -22,6 +22,8 @@ struct ExpertBatch {
   absl::Span<const int32_t> experts;  // local index of each group's expert
   absl::Span<const int64_t> m_sizes;  // positions of each group, padding included
   absl::Span<const int32_t> gather;   // [P]: row of each position; -1 is padding and skipped
+  // [P] or empty: the expert of a position reads round(weight * row), rounded as h is.
+  absl::Span<const float> input_weights = {};
   // Asked every few positions; once true the computation is given up.
   std::function<bool()> stop = [] { return false; };
   // If set, the nanoseconds that Forward takes to bring rows to where they are computed are added
@@ -34,8 +36,9 @@ class Experts {
  public:
   virtual ~Experts() = default;
 
-  // Takes the weights of local expert `expert`, arranged for the computation: what is not needed of
-  // them is freed here, so that memory holds a layer once. Before Prepare; one thread at a time.
+  // Takes the weights of local expert `expert`, which fit the descriptor (CheckWeights), arranged
+  // for the computation: what is not needed of them is freed here, so that memory holds a layer
+  // once. Before Prepare; one thread at a time.
   virtual void SetWeights(int64_t expert, ExpertWeights weights) = 0;
 
   // Says that all weights are there; idempotent. Not concurrently with Forward.
@@ -52,7 +55,17 @@ class Experts {
 absl::Status ValidateBatch(const ExpertBatch& batch, int64_t hidden_size,
                            int64_t num_local_experts);
 
-// UNIMPLEMENTED, naming it, for what no implementation computes.
+// Rows of an expert's gate_up: 2 F, or F where there is no gate.
+int64_t GateUpRows(const ExpertDescriptor& descriptor);
+
+// Bytes of one expert's weights and biases, as stored.
+int64_t StoredBytes(const ExpertDescriptor& descriptor);
+
+// INVALID_ARGUMENT, naming it, for what is no expert: a gate that does not fit the activation, a
+// limit that is not positive where the activation has one, factors that are not finite.
 absl::Status CheckComputed(const ExpertDescriptor& descriptor);
+
+// INVALID_ARGUMENT naming the tensor of `weights` that does not fit the descriptor.
+absl::Status CheckWeights(const ExpertDescriptor& descriptor, const ExpertWeights& weights);
 
 }  // namespace expertmesh

@@ -63,7 +63,10 @@ class Selector {
       }
       logits = capped_;
     }
-    if (router_.order == ScoreOrder::kScoreThenTopK) {
+    if (router_.score == ScoreFunction::kSparsemixer) {
+      Choose(logits, ids);
+      Sparsemix(logits, ids, weights);
+    } else if (router_.order == ScoreOrder::kScoreThenTopK) {
       Score(logits, absl::MakeSpan(scores_));
       Choose(scores_, ids);
       for (size_t s = 0; s < ids.size(); ++s) weights[s] = scores_[ids[s]];
@@ -98,6 +101,21 @@ class Selector {
         }
         for (float& value : out) value /= sum;
       }
+    }
+  }
+
+  // Weights of the two chosen ids.
+  KERNEL_FMA void Sparsemix(absl::Span<const float> z, absl::Span<const int32_t> ids,
+                            absl::Span<float> weights) const {
+    for (size_t s = 0; s < ids.size(); ++s) {
+      const float max = z[ids[s]];
+      float sum = 0.0f;
+      for (size_t i = 0; i < z.size(); ++i) {
+        const bool taken = s == 1 && static_cast<int32_t>(i) == ids[0];
+        const float distance = (max - z[i]) / std::max(std::fabs(z[i]), max);
+        if (!taken && !(distance > 2.0f * router_.jitter)) sum += Exp(z[i] - max);
+      }
+      weights[s] = 1.0f / sum;
     }
   }
 
@@ -230,7 +248,18 @@ absl::Status ValidateRouter(const RouterDescriptor& router) {
     case ScoreFunction::kSqrtSoftplus:
       break;
     case ScoreFunction::kSparsemixer:
-      return absl::UnimplementedError("router: the sparsemixer score function");
+      if (router.top_k != 2) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("router: the sparsemixer selects 2 experts, got top_k ", router.top_k));
+      }
+      if (router.has_selection_bias || router.group_score != GroupScore::kNone) {
+        return absl::InvalidArgumentError(
+            "router: the sparsemixer has neither a selection bias nor groups");
+      }
+      break;
+  }
+  if (router.input_norm.present) {
+    return absl::UnimplementedError("router: a norm of the gate's input");
   }
   if (router.group_score != GroupScore::kNone) {
     if (router.num_groups < 1 || num_ids % router.num_groups != 0) {
@@ -259,12 +288,12 @@ absl::Status ValidateRouter(const RouterDescriptor& router) {
         "router: weight norms other than p = 1 and p = 2 (norm_p ", router.norm_p, ")"));
   }
   if (!std::isfinite(router.norm_epsilon) || router.norm_epsilon < 0.0f ||
-      !std::isfinite(router.softcap) || router.softcap < 0.0f || !std::isfinite(router.scale) ||
-      !std::isfinite(router.routed_scale)) {
+      !std::isfinite(router.softcap) || router.softcap < 0.0f || !std::isfinite(router.jitter) ||
+      router.jitter < 0.0f || !std::isfinite(router.scale) || !std::isfinite(router.routed_scale)) {
     return absl::InvalidArgumentError(absl::StrCat(
-        "router: norm_epsilon and softcap must be finite and not negative, scale and routed_scale "
-        "finite, got ",
-        router.norm_epsilon, ", ", router.softcap, ", ", router.scale, " and ",
+        "router: norm_epsilon, softcap and jitter must be finite and not negative, scale and "
+        "routed_scale finite, got ",
+        router.norm_epsilon, ", ", router.softcap, ", ", router.jitter, ", ", router.scale, " and ",
         router.routed_scale));
   }
   return absl::OkStatus();
@@ -329,6 +358,8 @@ absl::StatusOr<Gate> Gate::Create(const RouterDescriptor& router, RouterWeights 
   ASSIGN_OR_RETURN(gate.per_expert_scale_,
                    PerExpert("per_expert_scale", router.has_per_expert_scale, num_ids,
                              weights.per_expert_scale));
+  ASSIGN_OR_RETURN(gate.input_norm_, RmsNorm::Create(router.input_norm, "the router's input norm",
+                                                     gate.hidden_size_, weights.input_norm));
 
   if (kind == EngineKind::kForLoop) {
     gate.weight_ = weight;
@@ -390,7 +421,12 @@ absl::StatusOr<Routing> Gate::Route(const TensorView& hidden_states, int64_t fir
   const int64_t bad_value = KernelsOf(isa_).find_not_finite(hidden_states.dtype, hidden_states.data,
                                                             tokens * hidden_size_);
   const int64_t good = bad_value < 0 ? tokens : bad_value / hidden_size_;
-  ComputeLogits(hidden_states, good, routing.logits.as<float>());
+  if (input_norm_.present()) {
+    const Tensor normalised = input_norm_.Apply(hidden_states, good, DType::kF32);
+    ComputeLogits(normalised, good, routing.logits.as<float>());
+  } else {
+    ComputeLogits(hidden_states, good, routing.logits.as<float>());
+  }
   const absl::Span<float> logits(routing.logits.as<float>(), static_cast<size_t>(good * num_ids));
   if (router_.has_logits_bias) {
     const ScopedFlushDenormals flush;

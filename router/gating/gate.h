@@ -16,6 +16,7 @@
 #include "common/model/checkpoint.h"
 #include "common/model/description.h"
 #include "common/tensor.h"
+#include "router/gating/input_norm.h"
 
 namespace expertmesh {
 
@@ -42,6 +43,10 @@ struct Routing {
 // renormalisation sums in slot order, divides, and then come scale and per-expert scale. Where the
 // descriptor's norm_epsilon is 0 it is taken as 1e-20, which changes no sum that a softmax can give
 // and keeps the weights finite where every selected score underflows.
+//
+// The sparsemixer's slots are the best two logits. With m the slot's logit, its weight is 1 / sum
+// of Exp(z_i - m), in ascending id over the ids not chosen before whose distance
+// (m - z_i) / max(|z_i|, m) does not exceed 2 jitter; 0 / 0 does not exceed it.
 absl::Status SelectExperts(const RouterDescriptor& router, absl::Span<const float> logits,
                            absl::Span<const float> selection_bias,
                            absl::Span<const float> per_expert_scale, absl::Span<int32_t> topk_ids,
@@ -49,9 +54,10 @@ absl::Status SelectExperts(const RouterDescriptor& router, absl::Span<const floa
 
 // Refuses descriptors that cannot be computed. INVALID_ARGUMENT: N < 1, K < 1 or K > N, N not
 // divisible by the groups, topk_groups outside [1, num_groups], K > topk_groups * N / num_groups,
-// groups of one expert with top-2 group scores, scales or epsilons that are not finite.
-// UNIMPLEMENTED naming the feature: what SelectExperts does not compute. The group fields are not
-// looked at where there is no group score.
+// groups of one expert with top-2 group scores, scales or epsilons that are not finite; with the
+// sparsemixer K other than 2, a selection bias or groups. UNIMPLEMENTED naming the feature: what
+// SelectExperts does not compute, which is norms with p other than 1 and 2. The group fields are
+// not looked at where there is no group score.
 absl::Status ValidateRouter(const RouterDescriptor& router);
 
 // The gate of one layer. Immutable; Route may be called concurrently.
@@ -69,7 +75,8 @@ class Gate {
   //
   // A logit is one chain of fused multiply-adds from +0, over pairs of neighbouring k, the odd one
   // first, for BF16 and F16 weights (K padded with zeros to a multiple of 2), over ascending k for
-  // F32 weights; then the logits bias is added.
+  // F32 weights; then the logits bias is added. Where there is an input norm, the hidden states are
+  // its F32 output.
   absl::StatusOr<Routing> Route(const TensorView& hidden_states, int64_t first_row = 0) const;
 
   // D of the hidden states.
@@ -90,6 +97,7 @@ class Gate {
   std::vector<float> logits_bias_;       // [N] or empty
   std::vector<float> selection_bias_;    // [N] or empty
   std::vector<float> per_expert_scale_;  // [N] or empty
+  RmsNorm input_norm_;
 };
 
 }  // namespace expertmesh

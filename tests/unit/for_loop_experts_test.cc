@@ -1,17 +1,15 @@
-// ForLoopExperts against a restatement of the bit contract that knows nothing of it: every fused
-// multiply-add by libm's fma on the thread's own floating-point environment, in the order that
-// the weight format fixes.
+// ForLoopExperts against a restatement of the bit contract that knows nothing of it, on the
+// thread's own floating-point environment.
 #include <gtest/gtest.h>
 #include <xmmintrin.h>
 
-#include <cmath>
-#include <cstring>
 #include <random>
 #include <vector>
 
-#include "common/numerics/math.h"
+#include "absl/strings/str_cat.h"
 #include "expert_server/engine/cpu/for_loop_experts.h"
 #include "tests/random_tensor.h"
+#include "tests/restated_experts.h"
 
 namespace expertmesh {
 namespace {
@@ -21,49 +19,16 @@ struct Shape {
   int64_t intermediate_size;
 };
 
-// One chain, by the order of the weight format.
-float Chain(const std::vector<float>& x, const Tensor& weights, int64_t n) {
-  const int64_t columns = weights.dim(1);
-  std::vector<int64_t> order;
-  if (weights.dtype() == DType::kF32) {
-    for (int64_t k = 0; k < columns; ++k) order.push_back(k);
-  } else {
-    for (int64_t k = 0; k < columns; k += 2) {
-      order.push_back(k + 1);  // may be the zero that pads an odd width
-      order.push_back(k);
-    }
-  }
-  volatile float sum = 0.0f;
-  for (const int64_t k : order) {
-    const float a = k < columns ? x[k] : 0.0f;
-    const float w =
-        k < columns ? LoadFloat(weights.dtype(), weights.data(), n * columns + k) : 0.0f;
-    sum = fmaf(a, w, sum);
-  }
-  return sum;
-}
-
 // The whole expert for one row, under FTZ and DAZ.
-std::vector<float> Reference(const ExpertWeights& expert, DType dtype, const Tensor& rows,
-                             int64_t row) {
+std::vector<float> Reference(const ExpertDescriptor& descriptor, const ExpertWeights& expert,
+                             DType dtype, const Tensor& rows, int64_t row) {
   const unsigned saved = _mm_getcsr();
   _mm_setcsr(saved | 0x8040);
-  const int64_t hidden_size = rows.dim(1);
-  const int64_t intermediate_size = expert.down.dim(1);
-  std::vector<float> x(hidden_size), h(intermediate_size), y(hidden_size);
-  for (int64_t d = 0; d < hidden_size; ++d)
-    x[d] = LoadFloat(dtype, rows.data(), row * hidden_size + d);
-  for (int64_t f = 0; f < intermediate_size; ++f) {
-    const float g = Chain(x, expert.gate_up, f);
-    const float u = Chain(x, expert.gate_up, intermediate_size + f);
-    volatile float silu = g / (1.0f + Exp(-g));
-    h[f] = silu * u;
-    if (dtype == DType::kBF16) h[f] = FloatFromBF16(BF16FromFloat(h[f]));
+  std::vector<float> x(rows.dim(1));
+  for (int64_t d = 0; d < rows.dim(1); ++d) {
+    x[d] = LoadFloat(dtype, rows.data(), row * rows.dim(1) + d);
   }
-  for (int64_t d = 0; d < hidden_size; ++d) {
-    y[d] = Chain(h, expert.down, d);
-    if (dtype == DType::kBF16) y[d] = FloatFromBF16(BF16FromFloat(y[d]));
-  }
+  const std::vector<float> y = RestatedExpert(descriptor, expert, dtype, x);
   _mm_setcsr(saved);
   return y;
 }
@@ -80,18 +45,25 @@ class ForLoopExpertsTest : public testing::TestWithParam<std::tuple<DType, DType
 TEST_P(ForLoopExpertsTest, HasTheBitsOfTheContract) {
   const auto [weight_dtype, dtype, scale] = GetParam();
   std::mt19937 rng(7);
-  for (const Shape shape : {Shape{160, 96}, Shape{33, 17}, Shape{8, 1}}) {
-    ExpertDescriptor descriptor;
-    descriptor.hidden_size = shape.hidden_size;
-    descriptor.intermediate_size = shape.intermediate_size;
-    descriptor.weight_dtype = weight_dtype;
-    std::vector<ExpertWeights> experts(3), copies(3);
+  struct Case {
+    Shape shape;
+    Activation activation;
+    bool has_bias;
+  };
+  std::vector<Case> cases = {{{160, 96}, Activation::kSiluGlu, false}};
+  for (const Activation activation : AllActivations()) {
+    for (const bool has_bias : {false, true}) cases.push_back({{33, 17}, activation, has_bias});
+    cases.push_back({{8, 1}, activation, false});
+  }
+  for (const auto& [shape, activation, has_bias] : cases) {
+    SCOPED_TRACE(absl::StrCat("D ", shape.hidden_size, ", activation ",
+                              static_cast<int>(activation), ", bias ", has_bias));
+    const ExpertDescriptor descriptor =
+        Expert(activation, has_bias, weight_dtype, shape.hidden_size, shape.intermediate_size);
+    std::vector<ExpertWeights> experts, copies;
     for (int e = 0; e < 3; ++e) {
-      experts[e].gate_up =
-          RandomTensor(weight_dtype, {2 * shape.intermediate_size, shape.hidden_size}, scale, rng);
-      experts[e].down =
-          RandomTensor(weight_dtype, {shape.hidden_size, shape.intermediate_size}, scale, rng);
-      copies[e] = experts[e];  // shares the memory
+      experts.push_back(RandomExpert(descriptor, scale, rng));
+      copies.push_back(experts[e]);  // shares the memory
     }
     auto engine = Make(descriptor, experts);
     ASSERT_TRUE(engine.ok());
@@ -110,7 +82,7 @@ TEST_P(ForLoopExpertsTest, HasTheBitsOfTheContract) {
     int64_t nonzero = 0;
     for (size_t i = 0; i < expected.size(); ++i) {
       const auto [expert, row] = expected[i];
-      const std::vector<float> y = Reference(copies[expert], dtype, rows, row);
+      const std::vector<float> y = Reference(descriptor, copies[expert], dtype, rows, row);
       for (int64_t d = 0; d < shape.hidden_size; ++d) {
         const float got = LoadFloat(output.dtype(), output.data(), i * shape.hidden_size + d);
         ASSERT_EQ(std::bit_cast<uint32_t>(got), std::bit_cast<uint32_t>(y[d]))
@@ -150,7 +122,7 @@ TEST(ForLoopExperts, DenormalProductsAreZero) {
   ASSERT_TRUE((*engine)->Forward({rows, ids, m_sizes, gather}, output.data()).ok());
   int zeros = 0;
   for (int i = 0; i < 64; ++i) {
-    const std::vector<float> y = Reference(copy, DType::kF32, rows, i);
+    const std::vector<float> y = Reference(descriptor, copy, DType::kF32, rows, i);
     for (int d = 0; d < 4; ++d) {
       const float got = output.as<float>()[i * 4 + d];
       EXPECT_EQ(std::bit_cast<uint32_t>(got), std::bit_cast<uint32_t>(y[d]));
@@ -212,6 +184,43 @@ TEST(ForLoopExperts, RefusesBatchesThatDoNotFit) {
   EXPECT_NE(check(rows, {0}, {2}, {-2, 0}).find("gather"), std::string::npos);
   EXPECT_NE(check(rows, {0, 1}, {2}, {0, 1}).find("m_sizes"), std::string::npos);
   EXPECT_NE(check(rows, {0, 1}, {INT64_MAX, 3}, {0, 1}).find("m_sizes"), std::string::npos);
+}
+
+TEST(CheckComputed, RefusesWhatIsNoExpert) {
+  for (const Activation activation : AllActivations()) {
+    ExpertDescriptor descriptor = Expert(activation, true, DType::kBF16, 8, 4);
+    EXPECT_TRUE(CheckComputed(descriptor).ok());
+    descriptor.gated = !descriptor.gated;
+    EXPECT_EQ(CheckComputed(descriptor).code(), absl::StatusCode::kInvalidArgument);
+    descriptor.gated = !descriptor.gated;
+    descriptor.activation_limit = 0.0f;
+    const bool limited = activation == Activation::kGptOssGlu ||
+                         activation == Activation::kClampedSiluGlu ||
+                         activation == Activation::kSiluClampedGlu;
+    EXPECT_EQ(CheckComputed(descriptor).ok(), !limited);
+    descriptor.activation_limit = INFINITY;
+    EXPECT_FALSE(CheckComputed(descriptor).ok());
+  }
+}
+
+TEST(CheckWeights, NamesTheTensorThatDoesNotFit) {
+  const ExpertDescriptor gated = Expert(Activation::kSiluGlu, true, DType::kBF16, 8, 4);
+  std::mt19937 rng(4);
+  const ExpertWeights good = RandomExpert(gated, 1.0f, rng);
+  EXPECT_TRUE(CheckWeights(gated, good).ok());
+  const auto refusal = [&](Tensor ExpertWeights::*which, const Tensor& tensor) {
+    ExpertWeights weights = good;
+    weights.*which = tensor;
+    return std::string(CheckWeights(gated, weights).message());
+  };
+  EXPECT_EQ(refusal(&ExpertWeights::gate_up, Tensor(DType::kBF16, {4, 8})),
+            "gate_up: expected BF16 [8, 8], got BF16 [4, 8]");
+  EXPECT_EQ(refusal(&ExpertWeights::down, Tensor(DType::kF32, {8, 4})),
+            "down: expected BF16 [8, 4], got F32 [8, 4]");
+  EXPECT_EQ(refusal(&ExpertWeights::gate_up_bias, Tensor()),
+            "gate_up_bias: expected F32 [8], got F32 [0]");
+  EXPECT_EQ(refusal(&ExpertWeights::down_bias, Tensor(DType::kF32, {4})),
+            "down_bias: expected F32 [8], got F32 [4]");
 }
 
 }  // namespace

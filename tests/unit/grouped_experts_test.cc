@@ -12,6 +12,7 @@
 
 #include "expert_server/engine/engine.h"
 #include "tests/random_tensor.h"
+#include "tests/restated_experts.h"
 
 namespace expertmesh {
 namespace {
@@ -35,8 +36,7 @@ Layer RandomLayer(DType dtype, int64_t experts, int64_t hidden_size, int64_t int
   layer.descriptor.intermediate_size = intermediate_size;
   layer.descriptor.weight_dtype = dtype;
   for (int64_t e = 0; e < experts; ++e) {
-    layer.weights.push_back({RandomTensor(dtype, {2 * intermediate_size, hidden_size}, scale, rng),
-                             RandomTensor(dtype, {hidden_size, intermediate_size}, scale, rng)});
+    layer.weights.push_back(RandomExpert(layer.descriptor, scale, rng));
   }
   return layer;
 }
@@ -47,9 +47,10 @@ struct Batch {
   std::vector<int32_t> experts;
   std::vector<int64_t> m_sizes;
   std::vector<int32_t> gather;
+  std::vector<float> input_weights = {};
   int64_t pairs = 0;
 
-  ExpertBatch View() const { return {rows, experts, m_sizes, gather}; }
+  ExpertBatch View() const { return {rows, experts, m_sizes, gather, input_weights}; }
 };
 
 // positions[i] of them for experts[i], each reading a random row; a tenth is padding if `padded`.
@@ -117,6 +118,37 @@ TEST_P(SameBits, AsForLoopExperts) {
         EXPECT_TRUE(Forward(*grouped, batch, c.hidden_size) == expected)
             << NameOf(isa) << ", " << threads << " threads, D " << c.hidden_size << ", F "
             << c.intermediate_size << ", scale " << c.scale;
+      }
+    }
+  }
+}
+
+// Every activation, with biases and without; one expert of a width that is no multiple of anything.
+TEST_P(SameBits, WhateverTheActivation) {
+  const auto& [weight_dtype, dtype] = GetParam();
+  std::mt19937 rng(27);
+  for (const Activation activation : AllActivations()) {
+    for (const bool has_bias : {false, true}) {
+      for (const auto& [hidden_size, intermediate_size] :
+           std::vector<std::pair<int64_t, int64_t>>{{35, 17}, {96, 130}, {8, 1}}) {
+        Layer layer;
+        layer.descriptor =
+            Expert(activation, has_bias, weight_dtype, hidden_size, intermediate_size);
+        for (int e = 0; e < 3; ++e)
+          layer.weights.push_back(RandomExpert(layer.descriptor, 0.3f, rng));
+        Batch batch = RandomBatch(dtype, hidden_size, {0, 2}, {7, 24}, true, rng);
+        if (has_bias) {  // and the input weighed
+          for (size_t p = 0; p < batch.gather.size(); ++p) {
+            batch.input_weights.push_back(static_cast<float>(rng() % 1000) / 700);
+          }
+        }
+        const std::string expected =
+            Forward(*layer.Make({.kind = EngineKind::kForLoop}), batch, hidden_size);
+        for (const Isa isa : SupportedIsas()) {
+          EXPECT_TRUE(Forward(*layer.Make({.isa = isa}), batch, hidden_size) == expected)
+              << NameOf(isa) << ", activation " << static_cast<int>(activation) << ", bias "
+              << has_bias << ", D " << hidden_size << ", F " << intermediate_size;
+        }
       }
     }
   }
@@ -236,13 +268,9 @@ TEST(GroupedExperts, RefusesWhatItDoesNotCompute) {
   Tensor output(DType::kF32, {1, 8});
   EXPECT_EQ(experts->Forward(batch.View(), output.data()).code(),
             absl::StatusCode::kFailedPrecondition);
-  descriptor.has_bias = true;
+  descriptor.activation = Activation::kRelu2;  // with a gate
   EXPECT_EQ(MakeGroupedExperts(descriptor, 1, context).status().code(),
-            absl::StatusCode::kUnimplemented);
-  descriptor.has_bias = false;
-  descriptor.activation = Activation::kRelu2;
-  EXPECT_EQ(MakeGroupedExperts(descriptor, 1, context).status().code(),
-            absl::StatusCode::kUnimplemented);
+            absl::StatusCode::kInvalidArgument);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
 #include <utility>
 
 #include "common/status.h"
@@ -15,14 +16,21 @@ class GroupedExperts : public Experts {
                  std::shared_ptr<GroupedContext> context)
       : hidden_size_(descriptor.hidden_size),
         intermediate_size_(descriptor.intermediate_size),
+        activation_(ActivationOf(descriptor)),
         context_(std::move(context)),
-        gate_up_(descriptor.weight_dtype, num_experts, 2 * intermediate_size_, hidden_size_,
-                 PackedWeights::Columns::kInterleavedHalves),
-        down_(descriptor.weight_dtype, num_experts, hidden_size_, intermediate_size_) {}
+        gate_up_(descriptor.weight_dtype, num_experts, GateUpRows(descriptor), hidden_size_,
+                 GateUpColumns(descriptor)),
+        down_(descriptor.weight_dtype, num_experts, hidden_size_, intermediate_size_) {
+    if (!descriptor.has_bias) return;
+    gate_up_bias_.emplace(num_experts, GateUpRows(descriptor), GateUpColumns(descriptor));
+    down_bias_.emplace(num_experts, hidden_size_, PackedWeights::Columns::kPlain);
+  }
 
   void SetWeights(int64_t expert, ExpertWeights weights) override {
     gate_up_.Pack(expert, weights.gate_up);
     down_.Pack(expert, weights.down);
+    if (gate_up_bias_) gate_up_bias_->Pack(expert, weights.gate_up_bias.as<float>());
+    if (down_bias_) down_bias_->Pack(expert, weights.down_bias.as<float>());
   }
 
   absl::Status Prepare() override {
@@ -58,16 +66,27 @@ class GroupedExperts : public Experts {
   }
 
  private:
-  // Fills groups and source: padding is left out, so that output row i is that of source[i].
+  static PackedWeights::Columns GateUpColumns(const ExpertDescriptor& descriptor) {
+    return descriptor.gated ? PackedWeights::Columns::kInterleavedHalves
+                            : PackedWeights::Columns::kPlain;
+  }
+
+  // Fills groups, source and weights: padding is left out, so that output row i is that of
+  // source[i].
   static void Plan(const ExpertBatch& batch, GroupedContext& context)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(context.mutex) {
     context.groups.clear();
     context.source.clear();
+    context.weights.clear();
     int64_t position = 0;
     for (size_t group = 0; group < batch.experts.size(); ++group) {
       const int64_t first_row = static_cast<int64_t>(context.source.size());
       for (int64_t i = 0; i < batch.m_sizes[group]; ++i, ++position) {
-        if (batch.gather[position] >= 0) context.source.push_back(batch.gather[position]);
+        if (batch.gather[position] < 0) continue;
+        context.source.push_back(batch.gather[position]);
+        if (!batch.input_weights.empty()) {
+          context.weights.push_back(batch.input_weights[position]);
+        }
       }
       AddGroups(batch.experts[group], first_row,
                 static_cast<int64_t>(context.source.size()) - first_row, &context.groups);
@@ -102,18 +121,30 @@ class GroupedExperts : public Experts {
     std::byte* const x = context.x.Get(static_cast<size_t>(rows * x_bytes));
     std::byte* const h = context.h.Get(static_cast<size_t>(rows * h_bytes));
     // h is rounded to the request's dtype, and stored as the next GEMM reads it.
-    const RowFormat h_format = row_dtype == DType::kBF16 ? RowFormat::kBF16
-                               : reply == DType::kBF16   ? RowFormat::kF32OfBF16
-                                                         : RowFormat::kF32;
+    const RowFormat h_format = GemmRowFormat(activations, row_dtype);
     const RowFormat y_format = reply == DType::kBF16 ? RowFormat::kBF16 : RowFormat::kF32;
     std::byte* const y =
         static_cast<std::byte*>(output) + first_row * hidden_size_ * BytesOf(reply);
-    GroupedGemm up({isa, &gate_up_, groups, x, row_dtype, GemmOutput::kSiluGlu, h_format, h,
-                    h_bytes / BytesOf(row_dtype)});
-    GroupedGemm down(
-        {isa, &down_, groups, h, row_dtype, GemmOutput::kRows, y_format, y, hidden_size_});
+    const auto address = [](const std::optional<PackedBias>& bias) {
+      return bias ? &*bias : nullptr;
+    };
+    GroupedGemm up({isa, &gate_up_, groups, x, row_dtype, GemmOutput::kActivated, h_format, h,
+                    h_bytes / BytesOf(row_dtype), activation_, address(gate_up_bias_)});
+    GroupedGemm down({isa,
+                      &down_,
+                      groups,
+                      h,
+                      row_dtype,
+                      GemmOutput::kRows,
+                      y_format,
+                      y,
+                      hidden_size_,
+                      {},
+                      address(down_bias_)});
     const absl::Span<const int32_t> source =
         absl::MakeConstSpan(context.source).subspan(first_row, rows);
+    absl::Span<const float> weights = context.weights;
+    if (!weights.empty()) weights = weights.subspan(first_row, rows);
     const auto* const from = static_cast<const std::byte*>(batch.rows.data);
     const int64_t from_bytes = hidden_size_ * BytesOf(activations);
     const std::function<bool()> go_on = [] { return false; };
@@ -124,8 +155,13 @@ class GroupedExperts : public Experts {
     const auto start = std::chrono::steady_clock::now();
     context.pool.Run([&](int thread) {
       for (int64_t r = rows * thread / threads; r < rows * (thread + 1) / threads; ++r) {
-        LoadGemmRow(isa, activations, from + source[r] * from_bytes, hidden_size_, row_dtype,
-                    x + r * x_bytes);
+        const std::byte* const row = from + source[r] * from_bytes;
+        if (weights.empty()) {
+          LoadGemmRow(isa, activations, row, hidden_size_, row_dtype, x + r * x_bytes);
+        } else {
+          LoadWeighedGemmRow(isa, activations, row, hidden_size_, weights[r], row_dtype,
+                             x + r * x_bytes);
+        }
       }
       context.pool.Barrier();
       if (thread == 0 && batch.gather_ns != nullptr) {
@@ -143,9 +179,12 @@ class GroupedExperts : public Experts {
 
   const int64_t hidden_size_;
   const int64_t intermediate_size_;
+  const ActivationFunction activation_;
   const std::shared_ptr<GroupedContext> context_;
   PackedWeights gate_up_;
   PackedWeights down_;
+  std::optional<PackedBias> gate_up_bias_;
+  std::optional<PackedBias> down_bias_;
   bool prepared_ = false;
 };
 

@@ -277,7 +277,7 @@ def test_other_models_are_refused(served):
     refused(lambda: patch(other, client), "layer 2", "only layers [0, 1]")
     assert not any(isinstance(module, RemoteMoeBlock) for module in other.modules())
     other.config.model_type = "gpt2"
-    refused(lambda: patch(other, client), "mixtral, olmoe, qwen3_moe", "gpt2")
+    refused(lambda: patch(other, client), "mixtral, nemotron_h, olmoe", "gpt2")
 
 
 def test_single_layers_can_be_patched(served):
