@@ -1,9 +1,10 @@
 // expertmesh inspect: what a model folder is.
 #include <algorithm>
 #include <cstdio>
-#include <map>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "client/cli/commands.h"
 #include "client/cli/common.h"
@@ -104,14 +105,17 @@ void Print(const Checkpoint& checkpoint, const std::vector<ExpertStore::Held>& s
   std::printf("layers       %zu of %d have experts: %s\n", moe.size(), model.num_hidden_layers,
               IdRanges(moe).c_str());
   if (!dense.empty()) {
-    std::printf("             %zu are dense and served too: %s\n", dense.size(),
-                IdRanges(dense).c_str());
+    std::printf("             %zu dense, served too: %s\n", dense.size(), IdRanges(dense).c_str());
   }
   // Layers that are alike share a line.
-  std::map<std::string, std::vector<int32_t>> alike;
+  std::vector<std::pair<std::string, std::vector<int32_t>>> alike;
   bool everywhere = false;  // some experts are on every server
   for (const LayerDescription& layer : model.layers) {
-    alike[InWords(layer, checkpoint)].push_back(layer.layer);
+    const std::string text = InWords(layer, checkpoint);
+    auto line = std::find_if(alike.begin(), alike.end(),
+                             [&](const auto& candidate) { return candidate.first == text; });
+    if (line == alike.end()) line = alike.insert(line, {text, {}});
+    line->second.push_back(layer.layer);
     everywhere |= layer.shared.count > 0;
   }
   for (const auto& [text, layers] : alike) {

@@ -232,9 +232,6 @@ absl::Status ValidateRouter(const RouterDescriptor& router) {
     case ScoreFunction::kSparsemixer:
       return absl::UnimplementedError("router: the sparsemixer score function");
   }
-  if (router.input_norm.present) {
-    return absl::UnimplementedError("router: a norm of the gate's input");
-  }
   if (router.group_score != GroupScore::kNone) {
     if (router.num_groups < 1 || num_ids % router.num_groups != 0) {
       return absl::InvalidArgumentError(absl::StrCat("router: num_groups must divide the ", num_ids,
