@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "common/dtype.h"
+#include "common/weight_format.h"
 
 namespace expertmesh {
 
@@ -92,7 +93,8 @@ struct ExpertDescriptor {
   float activation_limit = 0.0f;      // L
   bool gated = true;                  // false: no up projection
   bool has_bias = false;              // biases of all projections
-  DType weight_dtype = DType::kBF16;  // as stored: F32, BF16 or F16
+  DType weight_dtype = DType::kBF16;  // as stored: F32, BF16, F16, F8_E4M3 or F4
+  WeightFormat weight_format = WeightFormat::kPlain;
 };
 
 // A dense layer is one without routed experts (E = K = 0) and with one shared expert.

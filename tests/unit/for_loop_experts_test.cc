@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <xmmintrin.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <random>
@@ -21,47 +22,93 @@ struct Shape {
   int64_t intermediate_size;
 };
 
-// One chain, by the order of the weight format.
-float Chain(const std::vector<float>& x, const Tensor& weights, int64_t n) {
-  const int64_t columns = weights.dim(1);
+// Weight [n, k], unscaled for fp8.
+float Weight(const RandomWeights& weights, int64_t n, int64_t k) {
+  const int64_t columns = weights.View().k();
+  const auto byte = [&](int64_t i) { return int{weights.values.as<uint8_t>()[i]}; };
+  switch (weights.format) {
+    case WeightFormat::kPlain:
+      return LoadFloat(weights.values.dtype(), weights.values.data(), n * columns + k);
+    case WeightFormat::kMxfp4: {
+      const double magnitudes[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+      const int code = byte((n * columns + k) / 2) >> (k % 2 * 4) & 15;
+      const int scale = weights.scales.as<uint8_t>()[n * weights.scales.dim(1) + k / 32];
+      const auto magnitude = static_cast<float>(std::ldexp(magnitudes[code & 7], scale - 127));
+      return code > 8 ? -magnitude : magnitude;
+    }
+    default: {
+      const int code = byte(n * columns + k);
+      const int exponent = code >> 3 & 15;
+      const int mantissa = code & 7;
+      const double magnitude =
+          exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
+      return static_cast<float>(code >= 128 ? -magnitude : magnitude);
+    }
+  }
+}
+
+// One chain over [begin, end), by the order of the weight format.
+float Chain(const std::vector<float>& x, const RandomWeights& weights, int64_t n, int64_t begin,
+            int64_t end) {
   std::vector<int64_t> order;
-  if (weights.dtype() == DType::kF32) {
-    for (int64_t k = 0; k < columns; ++k) order.push_back(k);
+  if (weights.values.dtype() == DType::kF32) {
+    for (int64_t k = begin; k < end; ++k) order.push_back(k);
   } else {
-    for (int64_t k = 0; k < columns; k += 2) {
-      order.push_back(k + 1);  // may be the zero that pads an odd width
+    const int64_t pad = weights.format == WeightFormat::kPlain   ? 2
+                        : weights.format == WeightFormat::kMxfp4 ? 8
+                                                                 : 4;
+    for (int64_t k = begin; k < end || (k - begin) % pad != 0; k += 2) {
+      order.push_back(k + 1);  // may be a zero that pads
       order.push_back(k);
     }
   }
   volatile float sum = 0.0f;
   for (const int64_t k : order) {
-    const float a = k < columns ? x[k] : 0.0f;
-    const float w =
-        k < columns ? LoadFloat(weights.dtype(), weights.data(), n * columns + k) : 0.0f;
-    sum = fmaf(a, w, sum);
+    sum = k < end ? fmaf(x[k], Weight(weights, n, k), sum) : fmaf(0.0f, 0.0f, sum);
   }
   return sum;
 }
 
+// Output n of a projection.
+float Project(const std::vector<float>& x, const RandomWeights& weights, int64_t n) {
+  const int64_t columns = weights.View().k();
+  const float* const scales = weights.scales.as<float>();
+  if (weights.format == WeightFormat::kFp8Row) {
+    volatile float chain = Chain(x, weights, n, 0, columns);
+    return chain * scales[n];
+  }
+  if (weights.format != WeightFormat::kFp8Block128) return Chain(x, weights, n, 0, columns);
+  volatile float y = 0.0f;
+  const int64_t blocks = weights.scales.dim(1);
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t begin = 128 * block;
+    const int64_t end = std::min(columns, begin + 128);
+    y = fmaf(Chain(x, weights, n, begin, end), scales[n * blocks + block], y);
+  }
+  return y;
+}
+
 // The whole expert for one row, under FTZ and DAZ.
-std::vector<float> Reference(const ExpertWeights& expert, DType dtype, const Tensor& rows,
-                             int64_t row) {
+std::vector<float> Reference(WeightFormat format, const ExpertWeights& expert, DType dtype,
+                             const Tensor& rows, int64_t row) {
   const unsigned saved = _mm_getcsr();
   _mm_setcsr(saved | 0x8040);
   const int64_t hidden_size = rows.dim(1);
-  const int64_t intermediate_size = expert.down.dim(1);
+  const RandomWeights gate_up = {format, expert.gate_up, expert.gate_up_scales};
+  const RandomWeights down = {format, expert.down, expert.down_scales};
+  const int64_t intermediate_size = down.View().k();
   std::vector<float> x(hidden_size), h(intermediate_size), y(hidden_size);
   for (int64_t d = 0; d < hidden_size; ++d)
     x[d] = LoadFloat(dtype, rows.data(), row * hidden_size + d);
   for (int64_t f = 0; f < intermediate_size; ++f) {
-    const float g = Chain(x, expert.gate_up, f);
-    const float u = Chain(x, expert.gate_up, intermediate_size + f);
+    const float g = Project(x, gate_up, f);
+    const float u = Project(x, gate_up, intermediate_size + f);
     volatile float silu = g / (1.0f + Exp(-g));
     h[f] = silu * u;
     if (dtype == DType::kBF16) h[f] = FloatFromBF16(BF16FromFloat(h[f]));
   }
   for (int64_t d = 0; d < hidden_size; ++d) {
-    y[d] = Chain(h, expert.down, d);
+    y[d] = Project(h, down, d);
     if (dtype == DType::kBF16) y[d] = FloatFromBF16(BF16FromFloat(y[d]));
   }
   _mm_setcsr(saved);
@@ -75,22 +122,28 @@ absl::StatusOr<std::unique_ptr<Experts>> Make(const ExpertDescriptor& descriptor
   return experts;
 }
 
-class ForLoopExpertsTest : public testing::TestWithParam<std::tuple<DType, DType, float>> {};
+class ForLoopExpertsTest : public testing::TestWithParam<std::tuple<WeightType, DType, float>> {};
 
 TEST_P(ForLoopExpertsTest, HasTheBitsOfTheContract) {
-  const auto [weight_dtype, dtype, scale] = GetParam();
+  const auto [type, dtype, scale] = GetParam();
   std::mt19937 rng(7);
-  for (const Shape shape : {Shape{160, 96}, Shape{33, 17}, Shape{8, 1}}) {
+  for (const Shape shape : {Shape{160, 96}, Shape{33, 17}, Shape{300, 134}, Shape{8, 1}}) {
+    if (shape.intermediate_size % 2 == 1 && type.format == WeightFormat::kMxfp4) continue;
     ExpertDescriptor descriptor;
     descriptor.hidden_size = shape.hidden_size;
     descriptor.intermediate_size = shape.intermediate_size;
-    descriptor.weight_dtype = weight_dtype;
+    descriptor.weight_dtype = type.dtype;
+    descriptor.weight_format = type.format;
     std::vector<ExpertWeights> experts(3), copies(3);
     for (int e = 0; e < 3; ++e) {
-      experts[e].gate_up =
-          RandomTensor(weight_dtype, {2 * shape.intermediate_size, shape.hidden_size}, scale, rng);
-      experts[e].down =
-          RandomTensor(weight_dtype, {shape.hidden_size, shape.intermediate_size}, scale, rng);
+      const RandomWeights gate_up =
+          MakeWeights(type, 2 * shape.intermediate_size, shape.hidden_size, scale, rng);
+      const RandomWeights down =
+          MakeWeights(type, shape.hidden_size, shape.intermediate_size, scale, rng);
+      experts[e].gate_up = gate_up.values;
+      experts[e].gate_up_scales = gate_up.scales;
+      experts[e].down = down.values;
+      experts[e].down_scales = down.scales;
       copies[e] = experts[e];  // shares the memory
     }
     auto engine = Make(descriptor, experts);
@@ -110,7 +163,7 @@ TEST_P(ForLoopExpertsTest, HasTheBitsOfTheContract) {
     int64_t nonzero = 0;
     for (size_t i = 0; i < expected.size(); ++i) {
       const auto [expert, row] = expected[i];
-      const std::vector<float> y = Reference(copies[expert], dtype, rows, row);
+      const std::vector<float> y = Reference(type.format, copies[expert], dtype, rows, row);
       for (int64_t d = 0; d < shape.hidden_size; ++d) {
         const float got = LoadFloat(output.dtype(), output.data(), i * shape.hidden_size + d);
         ASSERT_EQ(std::bit_cast<uint32_t>(got), std::bit_cast<uint32_t>(y[d]))
@@ -123,7 +176,7 @@ TEST_P(ForLoopExpertsTest, HasTheBitsOfTheContract) {
 }
 
 INSTANTIATE_TEST_SUITE_P(AllDtypes, ForLoopExpertsTest,
-                         testing::Combine(testing::Values(DType::kF32, DType::kBF16, DType::kF16),
+                         testing::Combine(testing::ValuesIn(AllWeightTypes()),
                                           testing::Values(DType::kF32, DType::kBF16, DType::kF16),
                                           testing::Values(0.1f, 3.0f)));
 
@@ -150,7 +203,7 @@ TEST(ForLoopExperts, DenormalProductsAreZero) {
   ASSERT_TRUE((*engine)->Forward({rows, ids, m_sizes, gather}, output.data()).ok());
   int zeros = 0;
   for (int i = 0; i < 64; ++i) {
-    const std::vector<float> y = Reference(copy, DType::kF32, rows, i);
+    const std::vector<float> y = Reference(WeightFormat::kPlain, copy, DType::kF32, rows, i);
     for (int d = 0; d < 4; ++d) {
       const float got = output.as<float>()[i * 4 + d];
       EXPECT_EQ(std::bit_cast<uint32_t>(got), std::bit_cast<uint32_t>(y[d]));

@@ -46,6 +46,7 @@ class ForLoopExperts : public Experts {
     if (!prepared_) return absl::FailedPreconditionError("the layer has not been prepared");
     const int64_t hidden_size = descriptor_.hidden_size;
     const int64_t intermediate_size = descriptor_.intermediate_size;
+    const WeightFormat format = descriptor_.weight_format;
     const ScopedFlushDenormals flush;
     const DType reply = ReplyDType(batch.rows.dtype);
     std::vector<float> x(hidden_size), gate_up(2 * intermediate_size), h(intermediate_size),
@@ -63,10 +64,10 @@ class ForLoopExperts : public Experts {
         for (int64_t d = 0; d < hidden_size; ++d) {
           x[d] = LoadFloat(batch.rows.dtype, batch.rows.data, row * hidden_size + d);
         }
-        ForLoopMatVec(x.data(), expert.gate_up, gate_up.data());
+        ForLoopMatVec(x.data(), {format, expert.gate_up, expert.gate_up_scales}, gate_up.data());
         SiluGlu(gate_up.data(), intermediate_size, h.data());
         Round(reply, intermediate_size, h.data());
-        ForLoopMatVec(h.data(), expert.down, y.data());
+        ForLoopMatVec(h.data(), {format, expert.down, expert.down_scales}, y.data());
         for (int64_t d = 0; d < hidden_size; ++d) {
           StoreFloat(reply, output, reply_row * hidden_size + d, y[d]);
         }
