@@ -28,15 +28,22 @@ struct Layer {
   }
 };
 
-Layer RandomLayer(DType dtype, int64_t experts, int64_t hidden_size, int64_t intermediate_size,
-                  float scale, std::mt19937& rng) {
+Layer RandomLayer(const WeightType& type, int64_t experts, int64_t hidden_size,
+                  int64_t intermediate_size, float scale, std::mt19937& rng) {
   Layer layer;
   layer.descriptor.hidden_size = hidden_size;
   layer.descriptor.intermediate_size = intermediate_size;
-  layer.descriptor.weight_dtype = dtype;
+  layer.descriptor.weight_dtype = type.dtype;
+  layer.descriptor.weight_format = type.format;
   for (int64_t e = 0; e < experts; ++e) {
-    layer.weights.push_back({RandomTensor(dtype, {2 * intermediate_size, hidden_size}, scale, rng),
-                             RandomTensor(dtype, {hidden_size, intermediate_size}, scale, rng)});
+    const RandomWeights gate_up = MakeWeights(type, 2 * intermediate_size, hidden_size, scale, rng);
+    const RandomWeights down = MakeWeights(type, hidden_size, intermediate_size, scale, rng);
+    layer.weights.push_back({.gate_up = gate_up.values,
+                             .down = down.values,
+                             .gate_up_bias = {},
+                             .down_bias = {},
+                             .gate_up_scales = gate_up.scales,
+                             .down_scales = down.scales});
   }
   return layer;
 }
@@ -77,10 +84,10 @@ std::string Forward(const Experts& experts, const Batch& batch, int64_t hidden_s
   return std::string(reinterpret_cast<const char*>(output.data()), output.num_bytes());
 }
 
-class SameBits : public testing::TestWithParam<std::tuple<DType, DType>> {};
+class SameBits : public testing::TestWithParam<std::tuple<WeightType, DType>> {};
 
 TEST_P(SameBits, AsForLoopExperts) {
-  const auto& [weight_dtype, dtype] = GetParam();
+  const auto& [type, dtype] = GetParam();
   std::mt19937 rng(21);
   struct Case {
     int64_t hidden_size, intermediate_size;
@@ -102,33 +109,36 @@ TEST_P(SameBits, AsForLoopExperts) {
       {40, 24, 0.1f, {299, 254, 158, 278, 167, 343, 263, 286}, false},
   };
   for (const Case& c : cases) {
-    const Layer layer =
-        RandomLayer(weight_dtype, 9, c.hidden_size, c.intermediate_size, c.scale, rng);
-    const Batch batch =
-        RandomBatch(dtype, c.hidden_size, {0, 1, 2, 3, 4, 5, 6, 8}, c.positions, c.padded, rng);
-    const auto reference = layer.Make({.kind = EngineKind::kForLoop});
-    const std::string expected = Forward(*reference, batch, c.hidden_size);
     // Weights that F16 cannot hold are zero, as are then all results.
-    if (c.scale < 1e-6f && weight_dtype == DType::kF16) continue;
+    if (c.scale < 1e-6f && type.dtype == DType::kF16) continue;
+    // MXFP4 has an even number of k.
+    const int64_t odd = type.format == WeightFormat::kMxfp4 ? 1 : 0;
+    const int64_t hidden_size = c.hidden_size + odd * (c.hidden_size % 2);
+    const int64_t intermediate_size = c.intermediate_size + odd * (c.intermediate_size % 2);
+    const Layer layer = RandomLayer(type, 9, hidden_size, intermediate_size, c.scale, rng);
+    const Batch batch =
+        RandomBatch(dtype, hidden_size, {0, 1, 2, 3, 4, 5, 6, 8}, c.positions, c.padded, rng);
+    const auto reference = layer.Make({.kind = EngineKind::kForLoop});
+    const std::string expected = Forward(*reference, batch, hidden_size);
     for (const Isa isa : SupportedIsas()) {
       for (const int threads : {1, 2}) {
         const auto grouped =
             layer.Make({.kind = EngineKind::kGrouped, .isa = isa, .threads = threads});
-        EXPECT_TRUE(Forward(*grouped, batch, c.hidden_size) == expected)
-            << NameOf(isa) << ", " << threads << " threads, D " << c.hidden_size << ", F "
-            << c.intermediate_size << ", scale " << c.scale;
+        EXPECT_TRUE(Forward(*grouped, batch, hidden_size) == expected)
+            << NameOf(isa) << ", " << threads << " threads, D " << hidden_size << ", F "
+            << intermediate_size << ", scale " << c.scale;
       }
     }
   }
 }
 
 std::string FormatsName(const testing::TestParamInfo<SameBits::ParamType>& test) {
-  const auto& [weight_dtype, dtype] = test.param;
-  return std::string(NameOf(weight_dtype)) + "_x_" + NameOf(dtype);
+  const auto& [type, dtype] = test.param;
+  return NameOf(type) + "_x_" + NameOf(dtype);
 }
 
 INSTANTIATE_TEST_SUITE_P(AllDtypes, SameBits,
-                         testing::Combine(testing::Values(DType::kF32, DType::kBF16, DType::kF16),
+                         testing::Combine(testing::ValuesIn(AllWeightTypes()),
                                           testing::Values(DType::kF32, DType::kBF16, DType::kF16)),
                          FormatsName);
 
@@ -136,8 +146,8 @@ INSTANTIATE_TEST_SUITE_P(AllDtypes, SameBits,
 TEST(GroupedExperts, NothingOfEarlierCallsIsLeft) {
   std::mt19937 rng(22);
   auto context = std::make_shared<GroupedContext>(BestIsa(), 2);
-  const Layer wide = RandomLayer(DType::kBF16, 2, 301, 65, 0.1f, rng);
-  const Layer narrow = RandomLayer(DType::kF32, 2, 30, 7, 0.1f, rng);
+  const Layer wide = RandomLayer({WeightFormat::kPlain, DType::kBF16}, 2, 301, 65, 0.1f, rng);
+  const Layer narrow = RandomLayer({WeightFormat::kPlain, DType::kF32}, 2, 30, 7, 0.1f, rng);
   std::vector<std::unique_ptr<Experts>> engines, references;
   const std::vector<const Layer*> layers = {&wide, &narrow};
   for (const Layer* layer : layers) {
@@ -161,7 +171,7 @@ TEST(GroupedExperts, NothingOfEarlierCallsIsLeft) {
 
 TEST(GroupedExperts, ManyCallersTakeTurns) {
   std::mt19937 rng(23);
-  const Layer layer = RandomLayer(DType::kBF16, 4, 96, 64, 0.1f, rng);
+  const Layer layer = RandomLayer({WeightFormat::kPlain, DType::kBF16}, 4, 96, 64, 0.1f, rng);
   const auto grouped = layer.Make({.threads = 2});
   const auto reference = layer.Make({.kind = EngineKind::kForLoop});
   std::vector<Batch> batches;
@@ -187,7 +197,7 @@ TEST(GroupedExperts, ManyCallersTakeTurns) {
 // Memory for a few rows at a time: the batch is computed in many portions.
 TEST(GroupedExperts, PortionsChangeNothing) {
   std::mt19937 rng(26);
-  const Layer layer = RandomLayer(DType::kBF16, 3, 96, 64, 0.1f, rng);
+  const Layer layer = RandomLayer({WeightFormat::kPlain, DType::kBF16}, 3, 96, 64, 0.1f, rng);
   for (const DType dtype : {DType::kBF16, DType::kF32}) {
     const Batch batch = RandomBatch(dtype, 96, {0, 1, 2}, {1300, 7, 530}, true, rng);
     const std::string expected = Forward(*layer.Make({.kind = EngineKind::kForLoop}), batch, 96);
@@ -209,7 +219,7 @@ TEST(GroupedExperts, PortionsChangeNothing) {
 
 TEST(GroupedExperts, GivesUpWhenNobodyWaits) {
   std::mt19937 rng(24);
-  const Layer layer = RandomLayer(DType::kF32, 2, 64, 32, 0.1f, rng);
+  const Layer layer = RandomLayer({WeightFormat::kPlain, DType::kF32}, 2, 64, 32, 0.1f, rng);
   const auto grouped = layer.Make({.threads = 1});  // with more, who asks may have little to do
   const Batch batch = RandomBatch(DType::kF32, 64, {0, 1}, {2000, 2000}, false, rng);
   for (const int answer : {0, 1, 3}) {  // after so many questions

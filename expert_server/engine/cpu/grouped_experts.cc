@@ -16,13 +16,14 @@ class GroupedExperts : public Experts {
       : hidden_size_(descriptor.hidden_size),
         intermediate_size_(descriptor.intermediate_size),
         context_(std::move(context)),
-        gate_up_(descriptor.weight_dtype, num_experts, 2 * intermediate_size_, hidden_size_,
-                 PackedWeights::Columns::kInterleavedHalves),
-        down_(descriptor.weight_dtype, num_experts, hidden_size_, intermediate_size_) {}
+        gate_up_(descriptor.weight_format, descriptor.weight_dtype, num_experts,
+                 2 * intermediate_size_, hidden_size_, PackedWeights::Columns::kInterleavedHalves),
+        down_(descriptor.weight_format, descriptor.weight_dtype, num_experts, hidden_size_,
+              intermediate_size_) {}
 
   void SetWeights(int64_t expert, ExpertWeights weights) override {
-    gate_up_.Pack(expert, weights.gate_up);
-    down_.Pack(expert, weights.down);
+    gate_up_.Pack(expert, {gate_up_.format(), weights.gate_up, weights.gate_up_scales});
+    down_.Pack(expert, {down_.format(), weights.down, weights.down_scales});
   }
 
   absl::Status Prepare() override {
