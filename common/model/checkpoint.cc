@@ -1,5 +1,6 @@
 #include "common/model/checkpoint.h"
 
+#include <algorithm>
 #include <cstring>
 #include <filesystem>
 #include <map>
@@ -25,22 +26,31 @@ using nlohmann::json;
 
 constexpr char kExpert[] = "{expert}";
 
-// One matrix of a layer's experts: where it is, and where its rows go.
+// Where a matrix, or a bias, goes.
+enum class Part { kGateUp, kDown, kGateUpBias, kDownBias };
+
+// One matrix of an expert: where it is, and where its rows go. A bias is one with a single column.
 struct Matrix {
+  Part part = Part::kGateUp;
   std::string pattern;  // full name; kExpert stands for the id
   int64_t rows = 0;     // of one expert, in the canonical arrangement [rows, cols]
   int64_t cols = 0;
   int64_t first_row = 0;  // of the destination
   GateUpOrder order = GateUpOrder::kGateFirst;
   bool transposed = false;
+  int64_t stacked = 0;  // experts in the tensor; 0: it is of one expert
+  bool joined = false;  // stacked without a dimension for the experts
 
-  bool stacked() const { return !absl::StrContains(pattern, kExpert); }
+  bool is_bias() const { return part == Part::kGateUpBias || part == Part::kDownBias; }
   std::string NameOfExpert(int32_t expert) const {
     return absl::StrReplaceAll(pattern, {{kExpert, absl::StrCat(expert)}});
   }
-  std::vector<int64_t> FileShape(int32_t num_experts) const {
+  // The shape in the file, of a tensor of so many experts where it is stacked.
+  std::vector<int64_t> FileShape(int64_t experts) const {
     std::vector<int64_t> shape = {transposed ? cols : rows, transposed ? rows : cols};
-    if (stacked()) shape.insert(shape.begin(), num_experts);
+    if (is_bias()) shape = {rows};
+    if (stacked > 0 && joined) shape[0] *= experts;
+    if (stacked > 0 && !joined) shape.insert(shape.begin(), experts);
     return shape;
   }
   // The destination's row for row r of the matrix.
@@ -57,14 +67,17 @@ struct Matrix {
   }
 };
 
-// Tensors of a served layer.
+// Tensors of a served layer: full names, empty where there is none.
 struct LayerTensors {
-  std::string router;  // full names; empty where the family has none
+  std::string router;
   std::string logits_bias;
   std::string selection_bias;
   std::string per_expert_scale;
-  std::vector<Matrix> gate_up;  // one or two
-  Matrix down;
+  std::string input_norm;
+  std::string expert_input_norm;
+  std::string shared_gate;
+  std::vector<Matrix> routed;  // of one expert each
+  std::vector<Matrix> shared;  // a dense layer's MLP among them
 };
 
 // Copies a matrix as the file has it to its rows of `destination`.
@@ -97,22 +110,41 @@ class FolderCheckpoint final : public Checkpoint {
   absl::StatusOr<ExpertWeights> ReadExpert(int32_t layer, int32_t expert) const override;
 
  private:
+  absl::Status RefuseGate(const Family& family, int32_t layer) const;
   absl::Status ResolveLayer(const Family& family, LayerDescription* layer);
   absl::Status ResolveGate(const Family& family, const LayerDescription& layer,
                            const std::string& block, LayerTensors* tensors);
-  absl::Status ResolveExperts(const Family& family, const std::string& block,
-                              LayerDescription* layer, LayerTensors* tensors);
+  // Finds the first of the layouts that a layer has, checks the tensors of `num_experts` experts
+  // (0: of one, whose names have no ids) and sets their dtype. The layout, or null if there is
+  // none.
+  absl::StatusOr<const ExpertLayout*> ResolveExperts(const std::vector<ExpertLayout>& layouts,
+                                                     const std::string& block, int32_t num_experts,
+                                                     int32_t identity_experts,
+                                                     ExpertDescriptor* experts,
+                                                     std::vector<Matrix>* matrices);
+  absl::Status ResolveDense(const Family& family, LayerDescription* layer);
+  absl::Status ResolveShared(const Family& family, const std::string& block,
+                             LayerDescription* layer, LayerTensors* tensors);
   absl::Status RefuseUnknown(const Family& family, const LayerDescription& layer,
                              const LayerTensors& tensors) const;
 
   bool Has(const std::string& name) const { return shards_.tensors.count(name) != 0; }
   // Marks a tensor as used, after checking its shape and that we compute with its dtype.
   absl::StatusOr<DType> Use(const std::string& name, const std::vector<int64_t>& shape);
+  // The same for one of the names a tensor may have.
+  absl::StatusOr<std::string> UseOne(const std::string& block,
+                                     const std::vector<std::string>& names,
+                                     const std::vector<int64_t>& shape);
 
   // The elements [first, first + count) of a tensor, refused if one is not finite.
   absl::Status ReadFinite(const std::string& name, int64_t first, int64_t count,
                           std::byte* destination) const;
+  // A whole tensor as stored, or [0] where there is no name.
+  absl::StatusOr<Tensor> ReadStored(const std::string& name) const;
   absl::StatusOr<Tensor> ReadVector(const std::string& name) const;
+  absl::StatusOr<ExpertWeights> ReadMatrices(const ExpertDescriptor& shape,
+                                             const std::vector<Matrix>& matrices,
+                                             int32_t expert) const;
   absl::Status ReadMatrix(const Matrix& matrix, int32_t expert, Tensor* destination) const;
 
   ModelDescription model_;
@@ -135,17 +167,24 @@ std::vector<std::string> BlockPrefixes(const Family& family, int32_t layer) {
   return prefixes;
 }
 
+// All prefixes of tensors that must be understood in a served layer.
+std::vector<std::string> PartPrefixes(const Family& family, int32_t layer) {
+  std::vector<std::string> prefixes;
+  for (const std::string& block : BlockPrefixes(family, layer)) {
+    if (family.parts_of_block.empty()) prefixes.push_back(block);
+    for (const std::string& part : family.parts_of_block) prefixes.push_back(block + part);
+  }
+  return prefixes;
+}
+
+std::string FirstNames(const std::vector<ExpertLayout>& layouts, const std::string& block,
+                       const ExpertDescriptor& experts, int64_t num_experts);
+
 absl::Status FolderCheckpoint::Resolve(const Family& family, const std::string& canonical_config) {
   for (LayerDescription& layer : model_.layers) RETURN_IF_ERROR(ResolveLayer(family, &layer));
   for (int32_t layer = 0; layer < model_.num_hidden_layers; ++layer) {
     if (model_.Find(layer) != nullptr) continue;
-    for (const std::string& block : BlockPrefixes(family, layer)) {
-      for (const std::string& name : family.router_weight) {
-        if (!Has(block + name)) continue;
-        return absl::InvalidArgumentError(absl::StrCat("layer ", layer, " has a tensor '", block,
-                                                       name, "', but by config.json it is dense"));
-      }
-    }
+    RETURN_IF_ERROR(RefuseGate(family, layer));
   }
   for (const auto& [name, unused] : shards_.tensors) {
     if (used_.count(name) == 0) skipped_.push_back(name);
@@ -154,7 +193,20 @@ absl::Status FolderCheckpoint::Resolve(const Family& family, const std::string& 
   return absl::OkStatus();
 }
 
+// A gate in a layer that has no experts by the configuration is a contradiction.
+absl::Status FolderCheckpoint::RefuseGate(const Family& family, int32_t layer) const {
+  for (const std::string& block : BlockPrefixes(family, layer)) {
+    for (const std::string& name : family.router_weight) {
+      if (!Has(block + name)) continue;
+      return absl::InvalidArgumentError(absl::StrCat("layer ", layer, " has a tensor '", block,
+                                                     name, "', but by config.json it is not MoE"));
+    }
+  }
+  return absl::OkStatus();
+}
+
 absl::Status FolderCheckpoint::ResolveLayer(const Family& family, LayerDescription* layer) {
+  if (layer->kind == LayerKind::kDense) return ResolveDense(family, layer);
   std::vector<std::string> looked_for;
   for (const std::string& block : BlockPrefixes(family, layer->layer)) {
     for (const std::string& name : family.router_weight) {
@@ -163,7 +215,23 @@ absl::Status FolderCheckpoint::ResolveLayer(const Family& family, LayerDescripti
       LayerTensors tensors;
       tensors.router = looked_for.back();
       RETURN_IF_ERROR(ResolveGate(family, *layer, block, &tensors));
-      RETURN_IF_ERROR(ResolveExperts(family, block, layer, &tensors));
+      ASSIGN_OR_RETURN(
+          const ExpertLayout* layout,
+          ResolveExperts(family.layouts, block, layer->router.num_experts,
+                         layer->router.identity_experts, &layer->experts, &tensors.routed));
+      if (layout == nullptr) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            "layer ", layer->layer, " has no experts: none of ",
+            FirstNames(family.layouts, block, layer->experts, layer->router.num_experts),
+            " is there"));
+      }
+      if (layout_.empty()) layout_ = layout->name;
+      if (layout_ != layout->name) {
+        return absl::InvalidArgumentError(absl::StrCat("layer ", layer->layer, " is laid out ",
+                                                       layout->name, ", the layers before it ",
+                                                       layout_));
+      }
+      RETURN_IF_ERROR(ResolveShared(family, block, layer, &tensors));
       RETURN_IF_ERROR(RefuseUnknown(family, *layer, tensors));
       layers_[layer->layer] = std::move(tensors);
       return absl::OkStatus();
@@ -176,77 +244,92 @@ absl::Status FolderCheckpoint::ResolveLayer(const Family& family, LayerDescripti
 
 absl::Status FolderCheckpoint::ResolveGate(const Family& family, const LayerDescription& layer,
                                            const std::string& block, LayerTensors* tensors) {
-  const int64_t num_experts = layer.router.num_experts;
-  RETURN_IF_ERROR(Use(tensors->router, {num_experts, layer.experts.hidden_size}).status());
+  const int64_t num_ids = int64_t{layer.router.num_experts} + layer.router.identity_experts;
+  const int64_t hidden = layer.experts.hidden_size;
+  RETURN_IF_ERROR(Use(tensors->router, {num_ids, hidden}).status());
   const struct {
     bool wanted;
     const std::vector<std::string>& names;
+    int64_t size;
     std::string* full_name;
   } vectors[] = {
-      {layer.router.has_logits_bias, family.logits_bias, &tensors->logits_bias},
-      {layer.router.has_selection_bias, family.selection_bias, &tensors->selection_bias},
-      {layer.router.has_per_expert_scale, family.per_expert_scale, &tensors->per_expert_scale},
+      {layer.router.has_logits_bias, family.logits_bias, num_ids, &tensors->logits_bias},
+      {layer.router.has_selection_bias, family.selection_bias, num_ids, &tensors->selection_bias},
+      {layer.router.has_per_expert_scale, family.per_expert_scale, num_ids,
+       &tensors->per_expert_scale},
+      {layer.router.input_norm.present, family.input_norm, hidden, &tensors->input_norm},
+      {layer.expert_input_norm.present, family.expert_input_norm_weight, hidden,
+       &tensors->expert_input_norm},
   };
   for (const auto& vector : vectors) {
     if (!vector.wanted) continue;
-    for (const std::string& name : vector.names) {
-      if (Has(block + name)) *vector.full_name = block + name;
-    }
-    if (vector.full_name->empty()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("tensor '", block, absl::StrJoin(vector.names, "' or '"), "' is missing"));
-    }
-    RETURN_IF_ERROR(Use(*vector.full_name, {num_experts}).status());
+    ASSIGN_OR_RETURN(*vector.full_name, UseOne(block, vector.names, {vector.size}));
   }
   return absl::OkStatus();
 }
 
-// The matrices of a layout in a block.
-void PlaceMatrices(const ExpertLayout& layout, const std::string& block,
-                   const ExpertDescriptor& experts, LayerTensors* tensors) {
+// The matrices of a layout in a block: those of one of `num_experts` routed experts, or (0) of one
+// expert that is no routed one.
+std::vector<Matrix> PlaceMatrices(const ExpertLayout& layout, const std::string& block,
+                                  const ExpertDescriptor& experts, int64_t num_experts) {
   const int64_t hidden = experts.hidden_size;
-  const int64_t intermediate = experts.intermediate_size;
-  const auto matrix = [&](const std::string& name, int64_t rows, int64_t cols, int64_t first_row,
-                          GateUpOrder order) {
-    return Matrix{.pattern = block + name,
-                  .rows = rows,
-                  .cols = cols,
-                  .first_row = first_row,
-                  .order = order,
-                  .transposed = layout.transposed};
+  const int64_t width = experts.intermediate_size;
+  const int64_t up_row = experts.gated ? width : 0;
+  std::vector<Matrix> matrices;
+  const auto add = [&](Part part, const std::string& name, int64_t rows, int64_t cols,
+                       int64_t first_row, GateUpOrder order, bool transposed) {
+    if (name.empty()) return;
+    const bool stacked = num_experts > 0 && !absl::StrContains(name, kExpert);
+    matrices.push_back({part, block + name, rows, cols, first_row, order, transposed,
+                        stacked ? num_experts : 0, layout.joined});
   };
-  if (layout.gate_up.empty()) {
-    tensors->gate_up = {
-        matrix(layout.gate, intermediate, hidden, 0, GateUpOrder::kGateFirst),
-        matrix(layout.up, intermediate, hidden, intermediate, GateUpOrder::kGateFirst)};
-  } else {
-    tensors->gate_up = {matrix(layout.gate_up, 2 * intermediate, hidden, 0, layout.order)};
-  }
-  tensors->down = matrix(layout.down, hidden, intermediate, 0, GateUpOrder::kGateFirst);
+  const auto in_order = GateUpOrder::kGateFirst;
+  add(Part::kGateUp, layout.gate_up, 2 * width, hidden, 0, layout.order, layout.transposed);
+  add(Part::kGateUp, layout.gate, width, hidden, 0, in_order, layout.transposed);
+  add(Part::kGateUp, layout.up, width, hidden, up_row, in_order, layout.transposed);
+  add(Part::kDown, layout.down, hidden, width, 0, in_order,
+      layout.transposed || layout.down_transposed);
+  if (!experts.has_bias) return matrices;
+  add(Part::kGateUpBias, layout.gate_up_bias, 2 * width, 1, 0, layout.order, false);
+  add(Part::kGateUpBias, layout.gate_bias, width, 1, 0, in_order, false);
+  add(Part::kGateUpBias, layout.up_bias, width, 1, up_row, in_order, false);
+  add(Part::kDownBias, layout.down_bias, hidden, 1, 0, in_order, false);
+  return matrices;
 }
 
-absl::Status FolderCheckpoint::ResolveExperts(const Family& family, const std::string& block,
-                                              LayerDescription* layer, LayerTensors* tensors) {
-  std::vector<std::string> looked_for;
-  for (const ExpertLayout& layout : family.layouts) {
-    PlaceMatrices(layout, block, layer->experts, tensors);
-    looked_for.push_back(tensors->gate_up.front().NameOfExpert(0));
-    if (!Has(looked_for.back()) && !Has(tensors->down.NameOfExpert(0))) continue;
+// What an expert's first tensor would be called in each of the layouts.
+std::string FirstNames(const std::vector<ExpertLayout>& layouts, const std::string& block,
+                       const ExpertDescriptor& experts, int64_t num_experts) {
+  std::vector<std::string> names;
+  for (const ExpertLayout& layout : layouts) {
+    names.push_back(PlaceMatrices(layout, block, experts, num_experts).front().NameOfExpert(0));
+  }
+  return absl::StrJoin(names, ", ");
+}
 
-    if (layout_.empty()) layout_ = layout.name;
-    if (layout_ != layout.name) {
-      return absl::InvalidArgumentError(absl::StrCat("layer ", layer->layer, " is laid out ",
-                                                     layout.name, ", the layers before it ",
-                                                     layout_));
-    }
-    std::vector<Matrix> matrices = tensors->gate_up;
-    matrices.push_back(tensors->down);
+absl::StatusOr<const ExpertLayout*> FolderCheckpoint::ResolveExperts(
+    const std::vector<ExpertLayout>& layouts, const std::string& block, int32_t num_experts,
+    int32_t identity_experts, ExpertDescriptor* experts, std::vector<Matrix>* matrices) {
+  for (const ExpertLayout& layout : layouts) {
+    *matrices = PlaceMatrices(layout, block, *experts, num_experts);
+    const bool here = std::any_of(matrices->begin(), matrices->end(), [&](const Matrix& matrix) {
+      return Has(matrix.NameOfExpert(0));
+    });
+    if (!here) continue;
+
     std::optional<DType> common;
-    for (int32_t expert = 0; expert < layer->router.num_experts; ++expert) {
-      for (const Matrix& matrix : matrices) {
-        if (matrix.stacked() && expert > 0) continue;
+    for (int32_t expert = 0; expert < std::max(num_experts, 1); ++expert) {
+      for (Matrix& matrix : *matrices) {
+        if (matrix.stacked > 0 && expert > 0) continue;
         const std::string name = matrix.NameOfExpert(expert);
-        ASSIGN_OR_RETURN(const DType dtype, Use(name, matrix.FileShape(layer->router.num_experts)));
+        // Some files have matrices of identity experts too, which nobody reads.
+        const auto found = shards_.tensors.find(name);
+        if (matrix.stacked > 0 && found != shards_.tensors.end() &&
+            found->second.info->shape == matrix.FileShape(matrix.stacked + identity_experts)) {
+          matrix.stacked += identity_experts;
+        }
+        ASSIGN_OR_RETURN(const DType dtype, Use(name, matrix.FileShape(matrix.stacked)));
+        if (matrix.is_bias()) continue;
         if (common && *common != dtype) {
           return absl::InvalidArgumentError(absl::StrCat("tensor '", name, "' is ", NameOf(dtype),
                                                          ", expected ", NameOf(*common),
@@ -255,44 +338,101 @@ absl::Status FolderCheckpoint::ResolveExperts(const Family& family, const std::s
         common = dtype;
       }
     }
-    layer->experts.weight_dtype = *common;
+    experts->weight_dtype = *common;
+    return &layout;
+  }
+  return nullptr;
+}
+
+absl::Status FolderCheckpoint::ResolveShared(const Family& family, const std::string& block,
+                                             LayerDescription* layer, LayerTensors* tensors) {
+  if (layer->shared.count == 0) return absl::OkStatus();
+  ASSIGN_OR_RETURN(
+      const ExpertLayout* layout,
+      ResolveExperts(family.shared_layouts, block, 0, 0, &layer->shared.experts, &tensors->shared));
+  if (layout == nullptr) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "layer ", layer->layer, " has no shared expert: none of ",
+        FirstNames(family.shared_layouts, block, layer->shared.experts, 0), " is there"));
+  }
+  if (!layer->shared.gated_by_sigmoid) return absl::OkStatus();
+  ASSIGN_OR_RETURN(tensors->shared_gate,
+                   UseOne(block, family.shared_gate, {1, layer->experts.hidden_size}));
+  return absl::OkStatus();
+}
+
+absl::Status FolderCheckpoint::ResolveDense(const Family& family, LayerDescription* layer) {
+  RETURN_IF_ERROR(RefuseGate(family, layer->layer));
+  std::vector<std::string> looked_for;
+  for (const std::string& block : BlockPrefixes(family, layer->layer)) {
+    LayerTensors tensors;
+    ASSIGN_OR_RETURN(
+        const ExpertLayout* layout,
+        ResolveExperts(family.dense_layouts, block, 0, 0, &layer->shared.experts, &tensors.shared));
+    looked_for.push_back(FirstNames(family.dense_layouts, block, layer->shared.experts, 0));
+    if (layout == nullptr) continue;
+    RETURN_IF_ERROR(RefuseUnknown(family, *layer, tensors));
+    layers_[layer->layer] = std::move(tensors);
     return absl::OkStatus();
   }
   return absl::InvalidArgumentError(absl::StrCat("layer ", layer->layer,
-                                                 " has no experts: neither ",
-                                                 absl::StrJoin(looked_for, " nor "), " is there"));
+                                                 " is dense by config.json, but none of ",
+                                                 absl::StrJoin(looked_for, ", "), " is there"));
+}
+
+// The expert whose matrix `name` would be if there were enough of them, or -1.
+int32_t ExpertOfName(const std::vector<Matrix>& matrices, const std::string& name) {
+  for (const Matrix& matrix : matrices) {
+    const size_t at = matrix.pattern.find(kExpert);
+    if (at == std::string::npos || !absl::StartsWith(name, matrix.pattern.substr(0, at))) continue;
+    const std::string rest = name.substr(at);
+    int32_t expert = -1;
+    if (absl::SimpleAtoi(rest.substr(0, rest.find('.')), &expert) && expert >= 0 &&
+        name == matrix.NameOfExpert(expert)) {
+      return expert;
+    }
+  }
+  return -1;
 }
 
 // A tensor in a served block that we do not use would change the block's result if it were used.
 absl::Status FolderCheckpoint::RefuseUnknown(const Family& family, const LayerDescription& layer,
                                              const LayerTensors& tensors) const {
-  for (const std::string& block : BlockPrefixes(family, layer.layer)) {
-    for (auto entry = shards_.tensors.lower_bound(block);
-         entry != shards_.tensors.end() && absl::StartsWith(entry->first, block); ++entry) {
+  const RouterDescriptor& router = layer.router;
+  for (const std::string& prefix : PartPrefixes(family, layer.layer)) {
+    for (auto entry = shards_.tensors.lower_bound(prefix);
+         entry != shards_.tensors.end() && absl::StartsWith(entry->first, prefix); ++entry) {
       const std::string& name = entry->first;
       if (used_.count(name) != 0) continue;
-      // Names of experts that would be used if there were more of them.
-      std::vector<Matrix> matrices = tensors.gate_up;
-      matrices.push_back(tensors.down);
-      for (const Matrix& matrix : matrices) {
-        const std::string before = matrix.pattern.substr(0, matrix.pattern.find(kExpert));
-        int32_t expert = -1;
-        if (!matrix.stacked() && absl::StartsWith(name, before)) {
-          const std::string rest = name.substr(before.size());
-          if (absl::SimpleAtoi(rest.substr(0, rest.find('.')), &expert) &&
-              expert >= layer.router.num_experts && name == matrix.NameOfExpert(expert)) {
-            return absl::InvalidArgumentError(absl::StrCat("tensor '", name, "' is of expert ",
-                                                           expert, ", but config.json says ",
-                                                           layer.router.num_experts, " experts"));
-          }
-        }
+      const int32_t expert = ExpertOfName(tensors.routed, name);
+      if (expert >= router.num_experts + router.identity_experts) {
+        return absl::InvalidArgumentError(absl::StrCat("tensor '", name, "' is of expert ", expert,
+                                                       ", but config.json says ",
+                                                       router.num_experts, " experts"));
       }
+      if (expert >= router.num_experts) continue;  // of an identity expert: nobody reads it
       return absl::UnimplementedError(
           absl::StrCat("tensor '", name, "' in a served layer is not supported by model type '",
                        family.model_type, "'"));
     }
   }
   return absl::OkStatus();
+}
+
+absl::StatusOr<std::string> FolderCheckpoint::UseOne(const std::string& block,
+                                                     const std::vector<std::string>& names,
+                                                     const std::vector<int64_t>& shape) {
+  std::string full_name;
+  for (const std::string& name : names) {
+    if (Has(block + name)) full_name = block + name;
+  }
+  if (full_name.empty()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("tensor '", block, absl::StrJoin(names, absl::StrCat("' or '", block)),
+                     "' is missing, expected with shape ", ShapeToString(shape)));
+  }
+  RETURN_IF_ERROR(Use(full_name, shape).status());
+  return full_name;
 }
 
 absl::StatusOr<DType> FolderCheckpoint::Use(const std::string& name,
@@ -321,8 +461,8 @@ absl::StatusOr<DType> FolderCheckpoint::Use(const std::string& name,
 }
 
 int64_t FolderCheckpoint::ExpertBytes(int32_t layer) const {
-  const ExpertDescriptor& experts = model_.Find(layer)->experts;
-  return 3 * experts.hidden_size * experts.intermediate_size * BytesOf(experts.weight_dtype);
+  const LayerDescription& description = *model_.Find(layer);
+  return description.kind == LayerKind::kDense ? 0 : BytesOfExpert(description.experts);
 }
 
 absl::Status FolderCheckpoint::ReadFinite(const std::string& name, int64_t first, int64_t count,
@@ -345,24 +485,34 @@ absl::Status FolderCheckpoint::ReadFinite(const std::string& name, int64_t first
                                                  ", expected finite weights"));
 }
 
-absl::StatusOr<Tensor> FolderCheckpoint::ReadVector(const std::string& name) const {
+absl::StatusOr<Tensor> FolderCheckpoint::ReadStored(const std::string& name) const {
   if (name.empty()) return Tensor();
   const TensorInfo& info = *shards_.tensors.at(name).info;
-  const int64_t count = NumElements(info.shape);
-  Tensor stored(info.dtype, {count});
-  RETURN_IF_ERROR(ReadFinite(name, 0, count, stored.data()));
-  Tensor widened(DType::kF32, {count});
-  for (int64_t i = 0; i < count; ++i) {
-    widened.as<float>()[i] = LoadFloat(info.dtype, stored.data(), i);
+  Tensor stored(info.dtype, info.shape);
+  RETURN_IF_ERROR(ReadFinite(name, 0, stored.num_elements(), stored.data()));
+  return stored;
+}
+
+// As an F32 vector.
+Tensor Widen(const Tensor& stored) {
+  Tensor widened(DType::kF32, {stored.num_elements()});
+  for (int64_t i = 0; i < stored.num_elements(); ++i) {
+    widened.as<float>()[i] = LoadFloat(stored.dtype(), stored.data(), i);
   }
   return widened;
+}
+
+absl::StatusOr<Tensor> FolderCheckpoint::ReadVector(const std::string& name) const {
+  if (name.empty()) return Tensor();
+  ASSIGN_OR_RETURN(const Tensor stored, ReadStored(name));
+  return Widen(stored);
 }
 
 absl::Status FolderCheckpoint::ReadMatrix(const Matrix& matrix, int32_t expert,
                                           Tensor* destination) const {
   const std::string name = matrix.NameOfExpert(expert);
   const int64_t count = matrix.rows * matrix.cols;
-  const int64_t first = matrix.stacked() ? expert * count : 0;
+  const int64_t first = matrix.stacked > 0 ? expert * count : 0;
   const int64_t element = BytesOf(destination->dtype());
   if (!matrix.transposed && matrix.order == GateUpOrder::kGateFirst) {
     return ReadFinite(name, first, count,
@@ -378,19 +528,47 @@ absl::Status FolderCheckpoint::ReadMatrix(const Matrix& matrix, int32_t expert,
   return absl::OkStatus();
 }
 
+absl::StatusOr<ExpertWeights> FolderCheckpoint::ReadMatrices(const ExpertDescriptor& shape,
+                                                             const std::vector<Matrix>& matrices,
+                                                             int32_t expert) const {
+  const int64_t rows = (shape.gated ? 2 : 1) * shape.intermediate_size;
+  ExpertWeights weights;
+  weights.gate_up = Tensor(shape.weight_dtype, {rows, shape.hidden_size});
+  weights.down = Tensor(shape.weight_dtype, {shape.hidden_size, shape.intermediate_size});
+  if (shape.has_bias) {
+    weights.gate_up_bias = Tensor(DType::kF32, {rows});
+    weights.down_bias = Tensor(DType::kF32, {shape.hidden_size});
+  }
+  for (const Matrix& matrix : matrices) {
+    if (!matrix.is_bias()) {
+      RETURN_IF_ERROR(ReadMatrix(matrix, expert,
+                                 matrix.part == Part::kDown ? &weights.down : &weights.gate_up));
+      continue;
+    }
+    Tensor& bias = matrix.part == Part::kDownBias ? weights.down_bias : weights.gate_up_bias;
+    const std::string name = matrix.NameOfExpert(expert);
+    Tensor stored(shards_.tensors.at(name).info->dtype, {matrix.rows});
+    RETURN_IF_ERROR(ReadFinite(name, matrix.stacked > 0 ? expert * matrix.rows : 0, matrix.rows,
+                               stored.data()));
+    Arrange(matrix, Widen(stored).as<float>(), bias.as<float>());
+  }
+  return weights;
+}
+
 absl::StatusOr<RouterWeights> FolderCheckpoint::ReadRouter(int32_t layer) const {
-  const auto tensors = layers_.find(layer);
-  if (tensors == layers_.end()) {
+  const auto found = layers_.find(layer);
+  if (found == layers_.end()) {
     return absl::NotFoundError(absl::StrCat("layer ", layer, " is not served"));
   }
-  const TensorInfo& info = *shards_.tensors.at(tensors->second.router).info;
+  const LayerTensors& tensors = found->second;
   RouterWeights router;
-  router.weight = Tensor(info.dtype, info.shape);
-  RETURN_IF_ERROR(
-      ReadFinite(tensors->second.router, 0, router.weight.num_elements(), router.weight.data()));
-  ASSIGN_OR_RETURN(router.logits_bias, ReadVector(tensors->second.logits_bias));
-  ASSIGN_OR_RETURN(router.selection_bias, ReadVector(tensors->second.selection_bias));
-  ASSIGN_OR_RETURN(router.per_expert_scale, ReadVector(tensors->second.per_expert_scale));
+  ASSIGN_OR_RETURN(router.weight, ReadStored(tensors.router));
+  ASSIGN_OR_RETURN(router.logits_bias, ReadVector(tensors.logits_bias));
+  ASSIGN_OR_RETURN(router.selection_bias, ReadVector(tensors.selection_bias));
+  ASSIGN_OR_RETURN(router.per_expert_scale, ReadVector(tensors.per_expert_scale));
+  ASSIGN_OR_RETURN(router.shared_gate, ReadStored(tensors.shared_gate));
+  ASSIGN_OR_RETURN(router.input_norm, ReadVector(tensors.input_norm));
+  ASSIGN_OR_RETURN(router.expert_input_norm, ReadVector(tensors.expert_input_norm));
   return router;
 }
 
@@ -400,19 +578,15 @@ absl::StatusOr<ExpertWeights> FolderCheckpoint::ReadExpert(int32_t layer, int32_
     return absl::NotFoundError(absl::StrCat("layer ", layer, " is not served"));
   }
   const LayerDescription& description = *model_.Find(layer);
-  if (expert < 0 || expert >= description.router.num_experts) {
+  const int32_t routed = description.router.num_experts;
+  if (expert < 0 || expert >= routed + description.shared.count) {
     return absl::NotFoundError(absl::StrCat("layer ", layer, " has no expert ", expert, ", it has ",
-                                            description.router.num_experts));
+                                            routed, " and ", description.shared.count, " shared"));
   }
-  const ExpertDescriptor& shape = description.experts;
-  ExpertWeights weights;
-  weights.gate_up = Tensor(shape.weight_dtype, {2 * shape.intermediate_size, shape.hidden_size});
-  weights.down = Tensor(shape.weight_dtype, {shape.hidden_size, shape.intermediate_size});
-  for (const Matrix& matrix : tensors->second.gate_up) {
-    RETURN_IF_ERROR(ReadMatrix(matrix, expert, &weights.gate_up));
+  if (expert >= routed) {
+    return ReadMatrices(description.shared.experts, tensors->second.shared, expert - routed);
   }
-  RETURN_IF_ERROR(ReadMatrix(tensors->second.down, expert, &weights.down));
-  return weights;
+  return ReadMatrices(description.experts, tensors->second.routed, expert);
 }
 
 // Prepends the folder or file to a message.

@@ -15,13 +15,15 @@ namespace expertmesh {
 
 struct Family;  // common/model/registry.h
 
-// Gate of one layer.
+// Gate of one layer; N = E + identity experts.
 struct RouterWeights {
-  Tensor weight;            // [E, D], as stored: F32, BF16 or F16
-  Tensor logits_bias;       // F32 [E], or empty [0]
-  Tensor selection_bias;    // F32 [E], or empty [0]
-  Tensor per_expert_scale;  // F32 [E], or empty [0]
-  Tensor shared_gate;       // [S, D] as stored where shared experts are gated, or empty [0]
+  Tensor weight;             // [N, D], as stored: F32, BF16 or F16
+  Tensor logits_bias;        // F32 [N], or empty [0]
+  Tensor selection_bias;     // F32 [N], or empty [0]
+  Tensor per_expert_scale;   // F32 [N], or empty [0]
+  Tensor shared_gate;        // [S, D] as stored where shared experts are gated, or empty [0]
+  Tensor input_norm;         // F32 [D], of what the gate sees, or empty [0]
+  Tensor expert_input_norm;  // F32 [D], of what the experts see, or empty [0]
 };
 
 // One expert's matrices, each as stored, in the canonical arrangement whatever the file's.
@@ -57,11 +59,12 @@ class Checkpoint {
   // SHA-256 (hex) of the configuration, of every tensor's name, dtype, shape and a sample of its
   // bytes, and of the number format of every layer.
   virtual const std::string& fingerprint() const = 0;
-  // Bytes of one routed expert of that layer as stored; layer is one of model().layers.
+  // Bytes of one routed expert of that layer as stored (0 for a dense layer); layer is one of
+  // model().layers.
   virtual int64_t ExpertBytes(int32_t layer) const = 0;
   // Names of tensors that no served layer uses (attention, norms, embeddings, ...), sorted.
   virtual const std::vector<std::string>& skipped_tensors() const = 0;
-  // Which arrangement the files have: "per-expert" or "fused".
+  // Which arrangement the routed experts have in the files: "per-expert" or "fused".
   virtual const std::string& layout() const = 0;
 
   // Copies the weights out of the files; touches no other tensor's bytes, and leaves no page of the

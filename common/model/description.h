@@ -46,6 +46,14 @@ enum class WeightNorm {
   kPNorm,       // w / (sum |w|^p)^(1/p), p = norm_p
 };
 
+// Root mean square normalisation of a layer's input, with a vector of weights:
+// x (mean(x^2) + epsilon)^-1/2 weight factor, in fp32.
+struct InputNorm {
+  bool present = false;
+  float epsilon = 0.0f;
+  float factor = 1.0f;
+};
+
 // The gate of one layer: logits = x W^T (+ logits bias) -> softcap -> score -> selection score (+
 // bias) -> group mask -> top-k -> weights of the unbiased scores -> norm -> scale. Slots are
 // ordered by descending selection score, ties by the lower expert id.
@@ -70,6 +78,7 @@ struct RouterDescriptor {
   bool has_per_expert_scale = false;  // fp32 [E], multiplies the weight of each selected expert
   bool weigh_input = false;      // the weight multiplies the expert's input instead of its output
   int32_t identity_experts = 0;  // ids E, E+1, ... that return their input
+  InputNorm input_norm = {};     // of what the gate sees
 };
 
 // What an expert computes between its two projections; g and u are rows of the gate and up
@@ -97,6 +106,14 @@ struct ExpertDescriptor {
   WeightFormat weight_format = WeightFormat::kPlain;
 };
 
+// Bytes of one expert's weights as stored; its biases are F32 in memory.
+inline int64_t BytesOfExpert(const ExpertDescriptor& expert) {
+  const int64_t rows = (expert.gated ? 2 : 1) * expert.intermediate_size;
+  const int64_t biases = expert.has_bias ? rows + expert.hidden_size : 0;
+  return (rows + expert.intermediate_size) * expert.hidden_size * BytesOf(expert.weight_dtype) +
+         biases * BytesOf(DType::kF32);
+}
+
 // A dense layer is one without routed experts (E = K = 0) and with one shared expert.
 enum class LayerKind { kMoe, kDense };
 
@@ -104,7 +121,7 @@ enum class LayerKind { kMoe, kDense };
 // beside its routed ones; every server holds them.
 struct SharedExperts {
   int32_t count = 0;
-  ExpertDescriptor experts;       // its own sizes, activation, biases and dtype
+  ExpertDescriptor experts = {};  // its own sizes, activation, biases and dtype
   bool gated_by_sigmoid = false;  // weighed by sigmoid(x g^T) instead of 1
   bool averaged = false;          // the block's output is the mean of the routed and the shared sum
 };
@@ -115,7 +132,8 @@ struct LayerDescription {
   LayerKind kind = LayerKind::kMoe;
   RouterDescriptor router;
   ExpertDescriptor experts;  // the routed ones; of a dense layer only hidden_size counts
-  SharedExperts shared;
+  SharedExperts shared = {};
+  InputNorm expert_input_norm = {};  // of what the experts see
 };
 
 // All that is served of a checkpoint.

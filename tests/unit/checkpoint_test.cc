@@ -369,7 +369,7 @@ TEST_F(CheckpointTest, RefusesBadConfigurationsNamingTheKey) {
       {"hidden_size", json::value_t::discarded, "INVALID_ARGUMENT", {"hidden_size", "missing"}},
       {"intermediate_size", -1, "INVALID_ARGUMENT", {"intermediate_size", "given -1"}},
       {"num_hidden_layers", 0, "INVALID_ARGUMENT", {"num_hidden_layers", "given 0"}},
-      {"num_hidden_layers", 1 << 30, "INVALID_ARGUMENT", {"num_hidden_layers", "65536"}},
+      {"num_hidden_layers", 1 << 30, "INVALID_ARGUMENT", {"num_hidden_layers", "4096"}},
       {"num_hidden_layers",
        3,
        "INVALID_ARGUMENT",
@@ -422,7 +422,7 @@ TEST_F(CheckpointTest, RefusesConfigurationsThatAreNoJson) {
   EXPECT_THAT(Refusal(), AllOf(HasSubstr("NOT_FOUND"), HasSubstr("no such folder")));
 }
 
-TEST_F(CheckpointTest, DenseLayersAreSkippedAndListed) {
+TEST_F(CheckpointTest, DenseLayersAreServedAndOthersListed) {
   Folder folder = MakeFolder(kQwen);
   folder.config["num_hidden_layers"] = 4;
   folder.config["decoder_sparse_step"] = 2;  // layers 1 and 3 are MoE,
@@ -430,20 +430,58 @@ TEST_F(CheckpointTest, DenseLayersAreSkippedAndListed) {
   for (auto it = folder.tensors.begin(); it != folder.tensors.end();) {
     it = it->first.rfind("model.layers.0.mlp", 0) == 0 ? folder.tensors.erase(it) : std::next(it);
   }
-  folder.tensors["model.layers.0.mlp.gate_proj.weight"] = Matrix(DType::kBF16, 'g', 0, 0, 7, 5);
-  folder.tensors["model.layers.3.mlp.up_proj.weight"] = Matrix(DType::kBF16, 'g', 0, 0, 7, 5);
+  folder.config["intermediate_size"] = 7;
+  for (const int layer : {0, 2, 3}) {
+    for (const char* name : {"gate_proj", "up_proj", "down_proj"}) {
+      const bool down = name[0] == 'd';
+      folder.tensors[LayerName(layer, absl::StrCat("mlp.", name, ".weight"))] =
+          Matrix(DType::kF16, name[0], layer, 0, down ? kHidden : 7, down ? 7 : kHidden);
+    }
+  }
   // A layer past the last: for predicting several tokens at once.
   folder.tensors["model.layers.4.mlp.gate.weight"] = Matrix(DType::kBF16, 'g', 0, 0, 7, 5);
   const auto checkpoint = MustOpen(folder);
   ASSERT_NE(checkpoint, nullptr);
-  ASSERT_EQ(checkpoint->model().layers.size(), 1u);
-  EXPECT_EQ(checkpoint->model().layers[0].layer, 1);
-  EXPECT_EQ(checkpoint->ReadExpert(0, 0).status().code(), absl::StatusCode::kNotFound);
-  for (const char* name : {"model.layers.0.mlp.gate_proj.weight",
-                           "model.layers.3.mlp.up_proj.weight", "model.layers.4.mlp.gate.weight"}) {
-    EXPECT_THAT(checkpoint->skipped_tensors(), ::testing::Contains(name));
+  ASSERT_EQ(checkpoint->model().layers.size(), 4u);
+  for (const int index : {0, 2, 3}) {
+    const LayerDescription& layer = checkpoint->model().layers[static_cast<size_t>(index)];
+    EXPECT_EQ(layer.layer, index);
+    EXPECT_EQ(layer.kind, LayerKind::kDense);
+    EXPECT_EQ(layer.router.num_experts, 0);
+    EXPECT_EQ(layer.router.top_k, 0);
+    EXPECT_EQ(layer.experts.hidden_size, kHidden);
+    EXPECT_EQ(checkpoint->ExpertBytes(index), 0);
+    ASSERT_EQ(layer.shared.count, 1);
+    EXPECT_EQ(layer.shared.experts.intermediate_size, 7);
+    EXPECT_EQ(BytesOfExpert(layer.shared.experts), 3 * 7 * kHidden * 2);
+    const auto router = checkpoint->ReadRouter(index);
+    ASSERT_TRUE(router.ok()) << router.status();
+    EXPECT_EQ(router->weight.num_elements(), 0);
+    const auto weights = checkpoint->ReadExpert(index, 0);
+    ASSERT_TRUE(weights.ok()) << weights.status();
+    ASSERT_THAT(weights->gate_up.shape(), ElementsAre(14, kHidden));
+    const Tensor up = Matrix(DType::kF16, 'u', index, 0, 7, kHidden);
+    const Tensor down = Matrix(DType::kF16, 'd', index, 0, kHidden, 7);
+    EXPECT_EQ(std::memcmp(weights->gate_up.data() + up.num_bytes(), up.data(), up.num_bytes()), 0);
+    EXPECT_EQ(std::memcmp(weights->down.data(), down.data(), down.num_bytes()), 0);
+    EXPECT_EQ(checkpoint->ReadExpert(index, 1).status().code(), absl::StatusCode::kNotFound);
   }
-  ExpectWeights(*checkpoint, DType::kBF16);
+  EXPECT_THAT(checkpoint->skipped_tensors(),
+              ::testing::Contains(std::string("model.layers.4.mlp.gate.weight")));
+  for (const std::string& skipped : checkpoint->skipped_tensors()) {
+    EXPECT_THAT(skipped, ::testing::Not(HasSubstr("_proj")));
+  }
+
+  Folder incomplete = folder;
+  incomplete.tensors.erase("model.layers.3.mlp.up_proj.weight");
+  EXPECT_THAT(Refusal(incomplete), AllOf(HasSubstr("layers.3.mlp.up_proj"), HasSubstr("missing")));
+  incomplete.tensors.erase("model.layers.3.mlp.gate_proj.weight");
+  incomplete.tensors.erase("model.layers.3.mlp.down_proj.weight");
+  EXPECT_THAT(Refusal(incomplete),
+              AllOf(HasSubstr("layer 3 is dense"), HasSubstr("layers.3.mlp.gate_proj.weight")));
+  Folder biased = folder;
+  biased.tensors["model.layers.3.mlp.up_proj.bias"] = Matrix(DType::kBF16, 'g', 0, 0, 1, 7);
+  EXPECT_THAT(Refusal(biased), AllOf(HasSubstr("UNIMPLEMENTED"), HasSubstr("up_proj.bias")));
 
   folder.config["mlp_only_layers"] = {1, 3};
   EXPECT_THAT(Refusal(folder), HasSubstr("no layer is a MoE layer"));
@@ -458,7 +496,7 @@ TEST_F(CheckpointTest, DenseLayersAreSkippedAndListed) {
   // The files say MoE where the configuration says dense.
   Folder contradicting = MakeFolder(kQwen);
   contradicting.config["mlp_only_layers"] = {0};
-  EXPECT_THAT(Refusal(contradicting), AllOf(HasSubstr("layer 0"), HasSubstr("dense")));
+  EXPECT_THAT(Refusal(contradicting), AllOf(HasSubstr("layer 0"), HasSubstr("not MoE")));
 }
 
 TEST_F(CheckpointTest, RefusesTensorsThatDoNotFitTheConfiguration) {
@@ -958,24 +996,29 @@ TEST(TransformersCheckpoint, SavedAndFusedReadAsTheSameWeights) {
     SCOPED_TRACE(name);
     const auto checkpoint = Checkpoint::Open(absl::StrCat(root, "/", name));
     ASSERT_TRUE(checkpoint.ok()) << checkpoint.status();
-    const bool fused = one["layout"] == "fused";
-    EXPECT_EQ((*checkpoint)->layout(), fused ? "fused" : "per-expert");
+    if (one.contains("expected_layout")) {
+      EXPECT_EQ((*checkpoint)->layout(), one["expected_layout"]);
+    } else {
+      EXPECT_EQ((*checkpoint)->layout(), one["layout"] == "fused" ? "fused" : "per-expert");
+    }
     EXPECT_EQ((*checkpoint)->model().model_type, one["family"]);
     for (const std::string& skipped : (*checkpoint)->skipped_tensors()) {
       EXPECT_THAT(skipped, ::testing::Not(HasSubstr("expert")));
     }
-    if (fused) continue;
+    if (one["layout"] == "fused") continue;
     const auto twin = Checkpoint::Open(absl::StrCat(
         root, "/", absl::StrReplaceAll(name, {{"-saved", "-fused"}, {"-sharded", "-fused"}})));
     ASSERT_TRUE(twin.ok()) << twin.status();
     for (const LayerDescription& layer : (*checkpoint)->model().layers) {
-      EXPECT_EQ(layer.router.num_experts, one["num_experts"]);
-      EXPECT_EQ(layer.router.top_k, one["top_k"]);
+      if (layer.kind == LayerKind::kMoe) {
+        EXPECT_EQ(layer.router.num_experts, one["num_experts"]);
+        EXPECT_EQ(layer.router.top_k, one["top_k"]);
+      }
       const auto a = (*checkpoint)->ReadRouter(layer.layer);
       const auto b = (*twin)->ReadRouter(layer.layer);
       ASSERT_TRUE(a.ok() && b.ok()) << a.status() << b.status();
       ASSERT_EQ(std::memcmp(a->weight.data(), b->weight.data(), a->weight.num_bytes()), 0);
-      for (int32_t expert = 0; expert < layer.router.num_experts; ++expert) {
+      for (int32_t expert = 0; expert < layer.router.num_experts + layer.shared.count; ++expert) {
         const auto c = (*checkpoint)->ReadExpert(layer.layer, expert);
         const auto d = (*twin)->ReadExpert(layer.layer, expert);
         ASSERT_TRUE(c.ok() && d.ok()) << c.status() << d.status();
