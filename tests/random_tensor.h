@@ -36,8 +36,14 @@ struct RandomWeights {
 
 // A format, and what a weight of it is.
 struct WeightType {
+  WeightType(DType d) : dtype(d) {}  // NOLINT: implicit, plain weights
+  WeightType(WeightFormat f, DType d) : format(f), dtype(d) {}
+
+  // The next number of k that such weights can have.
+  int64_t Width(int64_t k) const { return format == WeightFormat::kMxfp4 ? k + k % 2 : k; }
+
   WeightFormat format = WeightFormat::kPlain;
-  DType dtype = DType::kBF16;
+  DType dtype;
 };
 inline std::vector<WeightType> AllWeightTypes() {
   return {{WeightFormat::kPlain, DType::kF32},      {WeightFormat::kPlain, DType::kBF16},

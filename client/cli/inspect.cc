@@ -33,7 +33,7 @@ nlohmann::ordered_json Describe(const Checkpoint& checkpoint,
   out["layers"] = nlohmann::ordered_json::array();
   for (const LayerDescription& layer : model.layers) {
     out["layers"].push_back({{"layer", layer.layer},
-                             {"kind", "moe"},
+                             {"kind", layer.kind == LayerKind::kMoe ? "moe" : "dense"},
                              {"hidden_size", layer.experts.hidden_size},
                              {"intermediate_size", layer.experts.intermediate_size},
                              {"num_experts", layer.router.num_experts},

@@ -206,17 +206,24 @@ int64_t GroupedGemm::ScaleOffset(int64_t line) const {
   }
 }
 
-void GroupedGemm::Store(const Task& task, const float* c) const {
+void GroupedGemm::Store(const Task& task, float* c) const {
   const int64_t rows = task.group->rows;
-  const bool glu = args_.output == GemmOutput::kSiluGlu;
-  const int64_t width = glu ? kBlockColumns / 2 : kBlockColumns;
+  if (args_.bias != nullptr) {
+    kernels_.add_bias(c, rows, args_.bias->Block(task.group->index, task.block));
+  }
+  const bool activated = args_.output == GemmOutput::kActivated;
+  const int64_t per_column = activated && IsGated(args_.activation.kind) ? 2 : 1;  // columns of c
+  const int64_t width = kBlockColumns / per_column;
   const int64_t begin = task.block * width;
-  const int64_t columns = (glu ? args_.weights->n() / 2 : args_.weights->n()) - begin;
+  const int64_t columns = std::min(args_.weights->n() / per_column - begin, width);
   const int64_t element = args_.format == RowFormat::kBF16 ? 2 : 4;
   std::byte* const y =
       static_cast<std::byte*>(args_.y) + (task.group->first_row * args_.y_stride + begin) * element;
-  (glu ? kernels_.silu_glu : kernels_.store)(c, rows, std::min(columns, width), args_.format, y,
-                                             args_.y_stride);
+  if (activated) {
+    kernels_.activate(args_.activation, c, rows, columns, args_.format, y, args_.y_stride);
+  } else {
+    kernels_.store(c, rows, columns, args_.format, y, args_.y_stride);
+  }
 }
 
 }  // namespace expertmesh

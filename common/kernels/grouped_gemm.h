@@ -11,6 +11,7 @@
 #include "absl/types/span.h"
 #include "common/kernels/isa.h"
 #include "common/kernels/memory.h"
+#include "common/kernels/packed_bias.h"
 #include "common/kernels/packed_weights.h"
 
 namespace expertmesh {
@@ -37,8 +38,9 @@ void AddGroups(int64_t index, int64_t first_row, int64_t rows, std::vector<GemmG
 
 // What becomes of a block of results.
 enum class GemmOutput {
-  kRows,     // stored
-  kSiluGlu,  // silu(g) * u is, for weights of Columns::kInterleavedHalves
+  kRows,       // stored
+  kActivated,  // Args::activation of it is; weights of Columns::kInterleavedHalves where it is
+               // gated
 };
 
 // Which rows a GEMM reads: bf16 where the instruction set multiplies bf16 pairs, activations are
@@ -74,9 +76,11 @@ class GroupedGemm {
     GemmOutput output;
     RowFormat format;
     void* y;  // rows of `format`
-    // Elements from a row of y to the next. For kSiluGlu whole vectors of 16 columns are stored, so
-    // it is at least N / 2 rounded up to 16.
+    // Elements from a row of y to the next. For kActivated whole vectors of 16 columns are stored,
+    // so it is at least the activation's width rounded up to 16.
     int64_t y_stride;
+    ActivationFunction activation = {};
+    const PackedBias* bias = nullptr;  // added to the chains; null: none
   };
 
   // What `args` refers to outlives the object.
@@ -104,7 +108,7 @@ class GroupedGemm {
   void RunTiles(const Task& task, const Task& next, std::byte* scratch) const;
   // Where the scales that apply from `line` on are in a panel.
   int64_t ScaleOffset(int64_t line) const;
-  void Store(const Task& task, const float* c) const;
+  void Store(const Task& task, float* c) const;
 
   const Args args_;
   const Kernels& kernels_;

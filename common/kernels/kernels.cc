@@ -477,6 +477,83 @@ HWY_INLINE VF ExpVector(VF x) {
   return hn::IfThenElse(hn::Eq(x, x), y, x);
 }
 
+// The others, likewise.
+HWY_INLINE VF TanhVector(VF x) {
+  const F f;
+  const VF magnitude = hn::Abs(x);
+  const VF square = hn::Mul(x, x);
+  VF p = hn::Set(f, -5.70498872745e-3f);
+  p = hn::MulAdd(p, square, hn::Set(f, 2.06390887954e-2f));
+  p = hn::MulAdd(p, square, hn::Set(f, -5.37397155531e-2f));
+  p = hn::MulAdd(p, square, hn::Set(f, 1.33314422036e-1f));
+  p = hn::MulAdd(p, square, hn::Set(f, -3.33332819422e-1f));
+  const VF near = hn::MulAdd(hn::Mul(p, square), x, x);
+  const VF one = hn::Set(f, 1.0f);
+  const VF e = ExpVector(hn::Mul(hn::Set(f, 2.0f), magnitude));
+  const VF far = hn::Sub(one, hn::Div(hn::Set(f, 2.0f), hn::Add(e, one)));
+  return hn::IfThenElse(hn::Lt(magnitude, hn::Set(f, 0.625f)), near, hn::CopySign(far, x));
+}
+
+HWY_INLINE VF ErfVector(VF x) {
+  const F f;
+  const VF magnitude = hn::Abs(x);
+  const VF square = hn::Mul(x, x);
+  VF p = hn::Set(f, 7.853855e-5f);
+  p = hn::MulAdd(p, square, hn::Set(f, -8.0101914e-4f));
+  p = hn::MulAdd(p, square, hn::Set(f, 5.1883273e-3f));
+  p = hn::MulAdd(p, square, hn::Set(f, -2.6853811e-2f));
+  p = hn::MulAdd(p, square, hn::Set(f, 1.12835854e-1f));
+  p = hn::MulAdd(p, square, hn::Set(f, -3.7612626e-1f));
+  p = hn::MulAdd(p, square, hn::Set(f, 1.2837917e-1f));
+  const VF near = hn::MulAdd(p, x, x);
+  p = hn::Set(f, -1.3962288e-5f);
+  p = hn::MulAdd(p, magnitude, hn::Set(f, 3.505905e-4f));
+  p = hn::MulAdd(p, magnitude, hn::Set(f, -3.7574708e-3f));
+  p = hn::MulAdd(p, magnitude, hn::Set(f, 2.4010057e-2f));
+  p = hn::MulAdd(p, magnitude, hn::Set(f, -1.0653085e-1f));
+  p = hn::MulAdd(p, magnitude, hn::Set(f, -6.3496953e-1f));
+  p = hn::MulAdd(p, magnitude, hn::Set(f, -1.1286943f));
+  const VF far = hn::Sub(hn::Set(f, 1.0f), ExpVector(hn::Mul(magnitude, p)));
+  return hn::IfThenElse(hn::Lt(magnitude, hn::Set(f, 1.0f)), near, hn::CopySign(far, x));
+}
+
+HWY_INLINE VF SiluVector(VF x) {
+  return hn::Div(x, hn::Add(hn::Set(F(), 1.0f), ExpVector(hn::Neg(x))));
+}
+
+// Min and Max are the instructions, which return their second operand as MinOf and MaxOf do.
+HWY_INLINE VF Clamp(VF x, float limit) {
+  return hn::Min(hn::Max(x, hn::Set(F(), -limit)), hn::Set(F(), limit));
+}
+
+// One vector of Activate() of common/numerics/activation.h.
+template <Activation kKind>
+HWY_INLINE VF ActivateVector(const ActivationFunction& function, VF g, VF u) {
+  const F f;
+  const VF one = hn::Set(f, 1.0f);
+  if constexpr (kKind == Activation::kSiluGlu) {
+    return hn::Mul(SiluVector(g), u);
+  } else if constexpr (kKind == Activation::kGptOssGlu) {
+    const VF c = hn::Min(g, hn::Set(f, function.limit));
+    const VF e = ExpVector(hn::Neg(hn::Mul(hn::Set(f, function.alpha), c)));
+    return hn::Mul(hn::Div(c, hn::Add(one, e)), hn::Add(Clamp(u, function.limit), one));
+  } else if constexpr (kKind == Activation::kClampedSiluGlu) {
+    return hn::Mul(SiluVector(hn::Min(g, hn::Set(f, function.limit))), Clamp(u, function.limit));
+  } else if constexpr (kKind == Activation::kSiluClampedGlu) {
+    return hn::Mul(hn::Min(SiluVector(g), hn::Set(f, function.limit)), Clamp(u, function.limit));
+  } else if constexpr (kKind == Activation::kGeluTanhGlu) {
+    const VF cube = hn::Mul(hn::Mul(g, g), g);
+    const VF z = hn::Mul(hn::Set(f, kSqrtTwoOverPi), hn::MulAdd(hn::Set(f, kGeluCubic), cube, g));
+    return hn::Mul(hn::Mul(hn::Mul(hn::Set(f, 0.5f), g), hn::Add(one, TanhVector(z))), u);
+  } else if constexpr (kKind == Activation::kGeluErfGlu) {
+    const VF erf = ErfVector(hn::Mul(g, hn::Set(f, kSqrtHalf)));
+    return hn::Mul(hn::Mul(hn::Mul(hn::Set(f, 0.5f), g), hn::Add(one, erf)), u);
+  } else {
+    const VF r = hn::Max(g, hn::Zero(f));
+    return hn::Mul(r, r);
+  }
+}
+
 void Widen(DType dtype, const void* from, int64_t n, float* to) {
   int64_t i = 0;
   if (dtype == DType::kBF16) {
@@ -494,21 +571,55 @@ void Widen(DType dtype, const void* from, int64_t n, float* to) {
   for (; i < n; ++i) to[i] = LoadFloat(dtype, from, i);
 }
 
-HWY_NOINLINE void SiluGlu(const float* c, int64_t rows, int64_t columns, RowFormat format, void* h,
-                          int64_t stride) {
-  for (int64_t r = 0; r < rows; ++r) {
-    std::byte* row = static_cast<std::byte*>(h) + BytesOfRow(format, r * stride);
-    for (int pair = 0; pair < kBlockPanels / 2 && pair * kPanelColumns < columns; ++pair) {
-      const float* g = c + (2 * pair * rows + r) * kPanelColumns;
-      const float* u = g + rows * kPanelColumns;
-      UNROLL for (int v = 0; v < kVectors; ++v) {
-        const VF gate = hn::Load(F(), g + v * kLanes);
-        const VF e = ExpVector(hn::Neg(gate));
-        const VF silu = hn::Div(gate, hn::Add(hn::Set(F(), 1.0f), e));
-        StoreVector(hn::Mul(silu, hn::Load(F(), u + v * kLanes)), format, row,
-                    pair * kPanelColumns + v * kLanes);
+HWY_NOINLINE void AddBias(float* c, int64_t rows, const float* bias) {
+  for (int p = 0; p < kBlockPanels; ++p) {
+    for (int v = 0; v < kVectors; ++v) {
+      const VF b = hn::LoadU(F(), bias + p * kPanelColumns + v * kLanes);
+      for (int64_t r = 0; r < rows; ++r) {
+        float* const at = c + (p * rows + r) * kPanelColumns + v * kLanes;
+        hn::Store(hn::Add(hn::Load(F(), at), b), F(), at);
       }
     }
+  }
+}
+
+template <Activation kKind>
+HWY_NOINLINE void ActivateBlock(const ActivationFunction& function, const float* c, int64_t rows,
+                                int64_t columns, RowFormat format, void* h, int64_t stride) {
+  constexpr int kPanels = IsGated(kKind) ? 2 : 1;  // of c for one of h
+  for (int64_t r = 0; r < rows; ++r) {
+    std::byte* row = static_cast<std::byte*>(h) + BytesOfRow(format, r * stride);
+    for (int p = 0; p < kBlockPanels / kPanels && p * kPanelColumns < columns; ++p) {
+      const float* g = c + (kPanels * p * rows + r) * kPanelColumns;
+      const float* u = g + (kPanels - 1) * rows * kPanelColumns;
+      UNROLL for (int v = 0; v < kVectors; ++v) {
+        StoreVector(ActivateVector<kKind>(function, hn::Load(F(), g + v * kLanes),
+                                          hn::Load(F(), u + v * kLanes)),
+                    format, row, p * kPanelColumns + v * kLanes);
+      }
+    }
+  }
+}
+
+void ActivateAny(const ActivationFunction& function, const float* c, int64_t rows, int64_t columns,
+                 RowFormat format, void* h, int64_t stride) {
+  switch (function.kind) {
+    case Activation::kSiluGlu:
+      return ActivateBlock<Activation::kSiluGlu>(function, c, rows, columns, format, h, stride);
+    case Activation::kGptOssGlu:
+      return ActivateBlock<Activation::kGptOssGlu>(function, c, rows, columns, format, h, stride);
+    case Activation::kClampedSiluGlu:
+      return ActivateBlock<Activation::kClampedSiluGlu>(function, c, rows, columns, format, h,
+                                                        stride);
+    case Activation::kSiluClampedGlu:
+      return ActivateBlock<Activation::kSiluClampedGlu>(function, c, rows, columns, format, h,
+                                                        stride);
+    case Activation::kGeluTanhGlu:
+      return ActivateBlock<Activation::kGeluTanhGlu>(function, c, rows, columns, format, h, stride);
+    case Activation::kGeluErfGlu:
+      return ActivateBlock<Activation::kGeluErfGlu>(function, c, rows, columns, format, h, stride);
+    case Activation::kRelu2:
+      return ActivateBlock<Activation::kRelu2>(function, c, rows, columns, format, h, stride);
   }
 }
 
@@ -539,21 +650,26 @@ HWY_INLINE VF LoadVector(DType dtype, const void* row, int64_t column) {
                                : hn::LoadU(F(), static_cast<const float*>(row) + column);
 }
 
-HWY_NOINLINE void Combine(DType row_dtype, const void* const* rows, const float* weights,
-                          int64_t slots, float scale, DType out_dtype, int64_t n, void* out) {
+HWY_NOINLINE void Combine(const CombineRows& token, DType out_dtype, int64_t n, void* out) {
   constexpr int kUnroll = 4;  // independent chains, to hide the latency of an addition
+  const int64_t slots = token.num_routed + token.num_shared;
   int64_t i = 0;
   for (; i + kUnroll * kLanes <= n; i += kUnroll * kLanes) {
     VF acc[kUnroll];
     UNROLL for (int v = 0; v < kUnroll; ++v) acc[v] = hn::Zero(F());
-    for (int64_t s = 0; s < slots; ++s) {
-      const VF w = hn::Set(F(), weights[s]);
+    for (int64_t s = 0; s <= slots; ++s) {
+      if (s == token.num_routed && token.routed_scale != 1.0f) {
+        const VF scale = hn::Set(F(), token.routed_scale);
+        UNROLL for (int v = 0; v < kUnroll; ++v) acc[v] = hn::Mul(acc[v], scale);
+      }
+      if (s == slots) break;
+      const VF w = hn::Set(F(), token.weights[s]);
       UNROLL for (int v = 0; v < kUnroll; ++v) {
-        acc[v] = hn::MulAdd(w, LoadVector(row_dtype, rows[s], i + v * kLanes), acc[v]);
+        acc[v] = hn::MulAdd(w, LoadVector(token.dtype, token.rows[s], i + v * kLanes), acc[v]);
       }
     }
-    if (scale != 1.0f) {
-      UNROLL for (int v = 0; v < kUnroll; ++v) acc[v] = hn::Mul(acc[v], hn::Set(F(), scale));
+    if (token.scale != 1.0f) {
+      UNROLL for (int v = 0; v < kUnroll; ++v) acc[v] = hn::Mul(acc[v], hn::Set(F(), token.scale));
     }
     UNROLL for (int v = 0; v < kUnroll; ++v) {
       const int64_t column = i + v * kLanes;
@@ -568,10 +684,12 @@ HWY_NOINLINE void Combine(DType row_dtype, const void* const* rows, const float*
   }
   for (; i < n; ++i) {
     float acc = 0.0f;
-    for (int64_t s = 0; s < slots; ++s) {
-      acc = __builtin_fmaf(weights[s], LoadFloat(row_dtype, rows[s], i), acc);
+    for (int64_t s = 0; s <= slots; ++s) {
+      if (s == token.num_routed && token.routed_scale != 1.0f) acc *= token.routed_scale;
+      if (s == slots) break;
+      acc = __builtin_fmaf(token.weights[s], LoadFloat(token.dtype, token.rows[s], i), acc);
     }
-    if (scale != 1.0f) acc *= scale;
+    if (token.scale != 1.0f) acc *= token.scale;
     StoreFloat(out_dtype, out, i, acc);
   }
 }
@@ -742,7 +860,8 @@ Kernels MakeKernels() {
   kernels.scale_columns = ScaleColumns;
   kernels.pack_lines = PackLines;
   kernels.widen = Widen;
-  kernels.silu_glu = SiluGlu;
+  kernels.add_bias = AddBias;
+  kernels.activate = ActivateAny;
   kernels.store = StoreBlock;
   kernels.combine = Combine;
   kernels.find_not_finite = FindNotFinite;

@@ -16,6 +16,7 @@
 
 #include "common/dtype.h"
 #include "common/kernels/isa.h"
+#include "common/numerics/activation.h"
 #include "common/weight_format.h"
 
 namespace expertmesh {
@@ -87,6 +88,17 @@ enum class RowFormat {
   kBF16,
 };
 
+// The rows of one token that are combined.
+struct CombineRows {
+  DType dtype;              // of the rows: F32 or BF16
+  const void* const* rows;  // the routed ones, then the shared ones
+  const float* weights;     // of each
+  int64_t num_routed;
+  float routed_scale;
+  int64_t num_shared;
+  float scale;
+};
+
 struct Kernels {
   TileKernels f32;        // F32 weights, fp32 rows
   TileKernels bf16;       // BF16 weights, fp32 rows
@@ -112,22 +124,25 @@ struct Kernels {
   // Widens n elements of F32, BF16 or F16.
   void (*widen)(DType dtype, const void* from, int64_t n, float* to);
 
-  // h = silu(g) * u, each operation rounded in fp32, for a block whose panels alternate g and u.
-  // c: [4][rows][16]; columns: those of the block that exist (0 to 32); h: the block's first column
-  // of the first row; whole vectors of 16 are stored. stride in elements.
-  void (*silu_glu)(const float* c, int64_t rows, int64_t columns, RowFormat format, void* h,
-                   int64_t stride);
+  // Adds to every row of a block, c: [4][rows][16], the biases [4][16] of its columns.
+  void (*add_bias)(float* c, int64_t rows, const float* bias);
+
+  // h = Activate(function, g, u) with the same bits, for a block whose panels alternate g and u, or
+  // are all g where the function is not gated. c: [4][rows][16]; columns: those of h in the block
+  // that exist (0 to 32, or 64); h: the block's first column of the first row; whole vectors of 16
+  // are stored. stride in elements.
+  void (*activate)(const ActivationFunction& function, const float* c, int64_t rows,
+                   int64_t columns, RowFormat format, void* h, int64_t stride);
 
   // Stores a block, as kF32 or kBF16. c: [4][rows][16]; columns: those that exist (0 to 64);
   // nothing else is written.
   void (*store)(const float* c, int64_t rows, int64_t columns, RowFormat format, void* y,
                 int64_t stride);
 
-  // One token of the combine: out = round(scale * chain), the chain over its rows in slot order,
-  // acc = fma(weights[s], rows[s], acc) from +0. rows: F32 or BF16 [n] each; out: F32, BF16 or F16.
-  // A scale of 1 is left out.
-  void (*combine)(DType row_dtype, const void* const* rows, const float* weights, int64_t slots,
-                  float scale, DType out_dtype, int64_t n, void* out);
+  // One token of the combine: out = round(acc), acc = fma(weight, row, acc) from +0 over the routed
+  // rows in their order; then acc *= routed_scale; then the chain over the shared rows; then acc *=
+  // scale. Scales of 1 are left out. out: F32, BF16 or F16 [n], as each of the rows is.
+  void (*combine)(const CombineRows& token, DType out_dtype, int64_t n, void* out);
 
   // The first element of n of F32, BF16, F16 or F8_E4M3 that is not finite, or -1.
   int64_t (*find_not_finite)(DType dtype, const void* values, int64_t n);

@@ -106,11 +106,18 @@ struct ExpertDescriptor {
   WeightFormat weight_format = WeightFormat::kPlain;
 };
 
-// Bytes of one expert's weights as stored; its biases are F32 in memory.
+// Bytes of one expert's weights as stored, scales repeated for every row; its biases are F32 in
+// memory.
 inline int64_t BytesOfExpert(const ExpertDescriptor& expert) {
   const int64_t rows = (expert.gated ? 2 : 1) * expert.intermediate_size;
+  const auto matrix = [&expert](int64_t n, int64_t k) {
+    const int64_t scales = n * ScalesPerRow(expert.weight_format, k);
+    return (n * k * BitsOf(expert.weight_dtype) +
+            scales * BitsOf(ScaleDType(expert.weight_format))) /
+           8;
+  };
   const int64_t biases = expert.has_bias ? rows + expert.hidden_size : 0;
-  return (rows + expert.intermediate_size) * expert.hidden_size * BytesOf(expert.weight_dtype) +
+  return matrix(rows, expert.hidden_size) + matrix(expert.hidden_size, expert.intermediate_size) +
          biases * BytesOf(DType::kF32);
 }
 
@@ -134,6 +141,9 @@ struct LayerDescription {
   ExpertDescriptor experts;  // the routed ones; of a dense layer only hidden_size counts
   SharedExperts shared = {};
   InputNorm expert_input_norm = {};  // of what the experts see
+
+  // How many experts servers hold: ids [0, E) are the routed ones, the rest the shared ones.
+  int32_t num_held() const { return router.num_experts + shared.count; }
 };
 
 // All that is served of a checkpoint.

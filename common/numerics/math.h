@@ -97,6 +97,32 @@ inline float Tanh(float x) {
   return std::copysign(1.0f - 2.0f / (Exp(2.0f * magnitude) + 1.0f), x);
 }
 
+// erf(x). At most 1.5 units in the last place (1.18 measured over every float); odd. Below 1 an odd
+// polynomial, else 1 - e^(|x| p(|x|)): minimax fits of degree 6 to erf(x) / x - 1 in x^2 and to
+// log(erfc(x)) / x up to 3.95, from where on the result is 1.
+inline float Erf(float x) {
+  const float magnitude = std::fabs(x);
+  if (magnitude < 1.0f) {
+    const float square = x * x;
+    float p = 7.853855e-5f;
+    p = std::fma(p, square, -8.0101914e-4f);
+    p = std::fma(p, square, 5.1883273e-3f);
+    p = std::fma(p, square, -2.6853811e-2f);
+    p = std::fma(p, square, 1.12835854e-1f);
+    p = std::fma(p, square, -3.7612626e-1f);
+    p = std::fma(p, square, 1.2837917e-1f);
+    return std::fma(p, x, x);
+  }
+  float p = -1.3962288e-5f;
+  p = std::fma(p, magnitude, 3.505905e-4f);
+  p = std::fma(p, magnitude, -3.7574708e-3f);
+  p = std::fma(p, magnitude, 2.4010057e-2f);
+  p = std::fma(p, magnitude, -1.0653085e-1f);
+  p = std::fma(p, magnitude, -6.3496953e-1f);
+  p = std::fma(p, magnitude, -1.1286943f);
+  return std::copysign(1.0f - Exp(magnitude * p), x);
+}
+
 // log(1 + e^x), as max(x, 0) + log(1 + e^-|x|).
 inline float Softplus(float x) { return (x > 0.0f ? x : 0.0f) + Log1p(Exp(-std::fabs(x))); }
 

@@ -2,6 +2,7 @@
 
 #include <malloc.h>
 
+#include <algorithm>
 #include <chrono>
 #include <utility>
 
@@ -25,6 +26,12 @@ absl::Status CheckMemory(const LoadProgress& load) {
                    ") of memory are available; use more servers or machines"));
 }
 
+int64_t BytesOfExpert(const Checkpoint& checkpoint, int32_t layer, int32_t expert) {
+  const LayerDescription& description = *checkpoint.model().Find(layer);
+  return expert < description.router.num_experts ? checkpoint.ExpertBytes(layer)
+                                                 : StoredBytes(description.shared.experts);
+}
+
 }  // namespace
 
 absl::StatusOr<ExpertStore::Held> ExpertStore::ShardOf(const ModelDescription& model, int32_t shard,
@@ -35,6 +42,7 @@ absl::StatusOr<ExpertStore::Held> ExpertStore::ShardOf(const ModelDescription& m
                      ContiguousShard(layer.router.num_experts, shard, num_shards));
     std::vector<int32_t>& experts = held[layer.layer];
     for (int32_t e = range.begin; e < range.end; ++e) experts.push_back(e);
+    for (int32_t e = layer.router.num_experts; e < layer.num_held(); ++e) experts.push_back(e);
   }
   return held;
 }
@@ -42,9 +50,47 @@ absl::StatusOr<ExpertStore::Held> ExpertStore::ShardOf(const ModelDescription& m
 int64_t ExpertStore::BytesOf(const Checkpoint& checkpoint, const Held& held) {
   int64_t bytes = 0;
   for (const auto& [layer, experts] : held) {
-    bytes += checkpoint.ExpertBytes(layer) * static_cast<int64_t>(experts.size());
+    for (const int32_t expert : experts) bytes += BytesOfExpert(checkpoint, layer, expert);
   }
   return bytes;
+}
+
+absl::StatusOr<ExpertStore::Layer> ExpertStore::LoadLayer(
+    const Checkpoint& checkpoint, const LayerDescription& description,
+    absl::Span<const int32_t> expert_ids, const ExpertsFactory& factory,
+    const std::function<void(int64_t bytes)>& loaded) {
+  const int32_t num_experts = description.router.num_experts;
+  Layer layer;
+  layer.hidden_size = description.experts.hidden_size;
+  layer.local_of_expert.assign(description.num_held(), -1);
+  layer.num_routed = static_cast<int32_t>(
+      std::count_if(expert_ids.begin(), expert_ids.end(),
+                    [num_experts](int32_t expert) { return expert < num_experts; }));
+  const int64_t num_shared = static_cast<int64_t>(expert_ids.size()) - layer.num_routed;
+  if (layer.num_routed > 0) {
+    ASSIGN_OR_RETURN(layer.routed, factory(description.experts, layer.num_routed));
+  }
+  if (num_shared > 0) {
+    ASSIGN_OR_RETURN(layer.shared, factory(description.shared.experts, num_shared));
+  }
+  int32_t local = 0;
+  for (const int32_t expert : expert_ids) {
+    ASSIGN_OR_RETURN(ExpertWeights weights, checkpoint.ReadExpert(description.layer, expert));
+    const bool shared = expert >= num_experts;
+    RETURN_IF_ERROR(
+        CheckWeights(shared ? description.shared.experts : description.experts, weights));
+    layer.local_of_expert[expert] = local;
+    if (shared) {
+      layer.shared->SetWeights(local - layer.num_routed, std::move(weights));
+    } else {
+      layer.routed->SetWeights(local, std::move(weights));
+    }
+    ++local;
+    loaded(BytesOfExpert(checkpoint, description.layer, expert));
+  }
+  if (layer.routed != nullptr) RETURN_IF_ERROR(layer.routed->Prepare());
+  if (layer.shared != nullptr) RETURN_IF_ERROR(layer.shared->Prepare());
+  return layer;
 }
 
 absl::StatusOr<std::unique_ptr<ExpertStore>> ExpertStore::Load(
@@ -52,7 +98,7 @@ absl::StatusOr<std::unique_ptr<ExpertStore>> ExpertStore::Load(
     const std::function<void(const LoadProgress&)>& progress) {
   for (const auto& [layer_index, expert_ids] : held) {
     if (checkpoint.model().Find(layer_index) == nullptr) {
-      return absl::NotFoundError(absl::StrCat("layer: the model has no MoE layer ", layer_index));
+      return absl::NotFoundError(absl::StrCat("layer: the model has no layer ", layer_index));
     }
   }
   LoadProgress load = {0, BytesOf(checkpoint, held)};
@@ -61,21 +107,11 @@ absl::StatusOr<std::unique_ptr<ExpertStore>> ExpertStore::Load(
   for (const auto& [layer_index, expert_ids] : held) {
     // Again for every layer: other servers of this machine may load at the same time.
     RETURN_IF_ERROR(CheckMemory(load));
-    const LayerDescription* description = checkpoint.model().Find(layer_index);
-    Layer layer;
-    layer.hidden_size = description->experts.hidden_size;
-    layer.local_of_expert.assign(description->router.num_experts, -1);
-    ASSIGN_OR_RETURN(layer.experts,
-                     factory(description->experts, static_cast<int64_t>(expert_ids.size())));
-    int32_t local = 0;
-    for (const int32_t expert : expert_ids) {
-      ASSIGN_OR_RETURN(ExpertWeights weights, checkpoint.ReadExpert(layer_index, expert));
-      layer.local_of_expert[expert] = local;
-      layer.experts->SetWeights(local++, std::move(weights));
-      load.bytes_done += checkpoint.ExpertBytes(layer_index);
-      progress(load);
-    }
-    RETURN_IF_ERROR(layer.experts->Prepare());
+    ASSIGN_OR_RETURN(Layer layer, LoadLayer(checkpoint, *checkpoint.model().Find(layer_index),
+                                            expert_ids, factory, [&](int64_t bytes) {
+                                              load.bytes_done += bytes;
+                                              progress(load);
+                                            }));
     store->layers_.emplace(layer_index, std::move(layer));
   }
   malloc_trim(0);  // what the weights were read into is free, but would stay ours
@@ -102,19 +138,39 @@ absl::StatusOr<Tensor> ExpertStore::Forward(int32_t layer_index,
     }
     local.push_back(layer.local_of_expert[expert]);
   }
+  RETURN_IF_ERROR(ValidateBatch({rows, local, m_sizes, gather}, layer.hidden_size,
+                                static_cast<int64_t>(held_.at(layer_index).size())));
+  const auto num_pairs = [](absl::Span<const int32_t> positions) {
+    return std::count_if(positions.begin(), positions.end(), [](int32_t row) { return row >= 0; });
+  };
+  const DType reply = ReplyDType(rows.dtype());
+  Tensor output(reply, {num_pairs(gather), layer.hidden_size});
+  std::byte* to = output.data();
   int64_t gather_ns = 0;
-  const ExpertBatch batch = {rows, local, m_sizes, gather, std::move(stop), &gather_ns};
-  RETURN_IF_ERROR(
-      ValidateBatch(batch, layer.hidden_size, static_cast<int64_t>(held_.at(layer_index).size())));
-  int64_t pairs = 0;
-  for (const int32_t row : gather) pairs += row >= 0;
-  Tensor output(ReplyDType(rows.dtype()), {pairs, layer.hidden_size});
   const auto start = std::chrono::steady_clock::now();
-  RETURN_IF_ERROR(layer.experts->Forward(batch, output.data()));
+  // Groups of routed experts are computed together, and those of shared ones.
+  size_t position = 0;
+  for (size_t begin = 0, end = 0; begin < local.size(); begin = end) {
+    const bool shared = local[begin] >= layer.num_routed;
+    size_t positions = 0;
+    for (; end < local.size() && (local[end] >= layer.num_routed) == shared; ++end) {
+      positions += static_cast<size_t>(m_sizes[end]);
+      if (shared) local[end] -= layer.num_routed;
+    }
+    const ExpertBatch batch = {rows,
+                               absl::MakeConstSpan(local).subspan(begin, end - begin),
+                               m_sizes.subspan(begin, end - begin),
+                               gather.subspan(position, positions),
+                               stop,
+                               &gather_ns};
+    RETURN_IF_ERROR((shared ? layer.shared : layer.routed)->Forward(batch, to));
+    to += num_pairs(batch.gather) * layer.hidden_size * expertmesh::BytesOf(reply);
+    position += positions;
+  }
   const std::chrono::nanoseconds all = std::chrono::steady_clock::now() - start;
   gather_ns_ += static_cast<uint64_t>(gather_ns);
   gemm_ns_ += static_cast<uint64_t>(all.count() - gather_ns);
-  rows_computed_ += static_cast<uint64_t>(pairs);
+  rows_computed_ += static_cast<uint64_t>(output.dim(0));
   return output;
 }
 

@@ -33,9 +33,11 @@ struct ExpertWork {
 // Immutable after Load but for counters; Forward may be called concurrently.
 class ExpertStore {
  public:
-  using Held = std::map<int32_t, std::vector<int32_t>>;  // layer -> global expert ids, ascending
+  // layer -> global expert ids, ascending; the shared ones come after the routed ones.
+  using Held = std::map<int32_t, std::vector<int32_t>>;
 
-  // The experts of shard `shard` of `num_shards` of every layer under the contiguous split.
+  // The experts of shard `shard` of `num_shards` of every layer: the routed ones under the
+  // contiguous split, and all shared ones.
   static absl::StatusOr<Held> ShardOf(const ModelDescription& model, int32_t shard,
                                       int32_t num_shards);
 
@@ -64,9 +66,17 @@ class ExpertStore {
  private:
   struct Layer {
     int64_t hidden_size = 0;
-    std::vector<int32_t> local_of_expert;  // [E]: local index or -1
-    std::unique_ptr<Experts> experts;
+    std::vector<int32_t> local_of_expert;  // by id: place among those held, or -1
+    int32_t num_routed = 0;                // of those held
+    std::unique_ptr<Experts> routed;       // null if none is held
+    std::unique_ptr<Experts> shared;       // the same
   };
+
+  static absl::StatusOr<Layer> LoadLayer(const Checkpoint& checkpoint,
+                                         const LayerDescription& description,
+                                         absl::Span<const int32_t> expert_ids,
+                                         const ExpertsFactory& factory,
+                                         const std::function<void(int64_t bytes)>& loaded);
 
   ExpertStore() = default;
 

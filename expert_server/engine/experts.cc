@@ -1,5 +1,9 @@
 #include "expert_server/engine/experts.h"
 
+#include <cmath>
+#include <utility>
+
+#include "common/numerics/activation.h"
 #include "common/status.h"
 
 namespace expertmesh {
@@ -46,12 +50,62 @@ absl::Status ValidateBatch(const ExpertBatch& batch, int64_t hidden_size,
   return absl::OkStatus();
 }
 
+int64_t GateUpRows(const ExpertDescriptor& descriptor) {
+  return (descriptor.gated ? 2 : 1) * descriptor.intermediate_size;
+}
+
+int64_t StoredBytes(const ExpertDescriptor& descriptor) { return BytesOfExpert(descriptor); }
+
 absl::Status CheckComputed(const ExpertDescriptor& descriptor) {
-  if (descriptor.activation != Activation::kSiluGlu || !descriptor.gated) {
-    return absl::UnimplementedError("experts: only silu-gated linear units are computed");
+  const bool odd = descriptor.hidden_size % 2 == 1 || descriptor.intermediate_size % 2 == 1;
+  if (descriptor.weight_format == WeightFormat::kMxfp4 && odd) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("experts: expected even sizes for weights in mxfp4, got ",
+                     descriptor.hidden_size, " and ", descriptor.intermediate_size));
   }
-  if (descriptor.has_bias) return absl::UnimplementedError("experts: biases are not computed");
+  if (descriptor.gated != IsGated(descriptor.activation)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("experts: gated: expected ", IsGated(descriptor.activation) ? "true" : "false",
+                     " for this activation, got ", descriptor.gated ? "true" : "false"));
+  }
+  if (HasLimit(descriptor.activation) && !(descriptor.activation_limit > 0.0f)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("experts: activation_limit: expected more than 0 for this activation, got ",
+                     descriptor.activation_limit));
+  }
+  if (!std::isfinite(descriptor.activation_limit) || !std::isfinite(descriptor.activation_alpha)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "experts: activation_alpha and activation_limit: expected finite numbers, got ",
+        descriptor.activation_alpha, " and ", descriptor.activation_limit));
+  }
   return absl::OkStatus();
+}
+
+absl::Status CheckWeights(const ExpertDescriptor& descriptor, const ExpertWeights& weights) {
+  const auto check = [](const char* name, const Tensor& tensor, DType dtype,
+                        const std::vector<int64_t>& shape) {
+    if (tensor.dtype() == dtype && tensor.shape() == shape) return absl::OkStatus();
+    return absl::InvalidArgumentError(
+        absl::StrCat(name, ": expected ", NameOf(dtype), " ", ShapeToString(shape), ", got ",
+                     NameOf(tensor.dtype()), " ", ShapeToString(tensor.shape())));
+  };
+  const int64_t rows = GateUpRows(descriptor);
+  const int64_t hidden_size = descriptor.hidden_size;
+  const auto check_matrix = [&](const char* name, const Tensor& values, const char* scales_name,
+                                const Tensor& scales, int64_t n, int64_t k) -> absl::Status {
+    const WeightFormat format = descriptor.weight_format;
+    const int64_t width = format == WeightFormat::kMxfp4 ? k / 2 : k;
+    RETURN_IF_ERROR(check(name, values, StorageDType(descriptor.weight_dtype), {n, width}));
+    if (format == WeightFormat::kPlain) return absl::OkStatus();
+    return check(scales_name, scales, ScaleDType(format), {n, ScalesPerRow(format, k)});
+  };
+  RETURN_IF_ERROR(check_matrix("gate_up", weights.gate_up, "gate_up_scales", weights.gate_up_scales,
+                               rows, hidden_size));
+  RETURN_IF_ERROR(check_matrix("down", weights.down, "down_scales", weights.down_scales,
+                               hidden_size, descriptor.intermediate_size));
+  if (!descriptor.has_bias) return absl::OkStatus();
+  RETURN_IF_ERROR(check("gate_up_bias", weights.gate_up_bias, DType::kF32, {rows}));
+  return check("down_bias", weights.down_bias, DType::kF32, {hidden_size});
 }
 
 }  // namespace expertmesh

@@ -34,8 +34,9 @@ class Experts {
  public:
   virtual ~Experts() = default;
 
-  // Takes the weights of local expert `expert`, arranged for the computation: what is not needed of
-  // them is freed here, so that memory holds a layer once. Before Prepare; one thread at a time.
+  // Takes the weights of local expert `expert`, which fit the descriptor (CheckWeights), arranged
+  // for the computation: what is not needed of them is freed here, so that memory holds a layer
+  // once. Before Prepare; one thread at a time.
   virtual void SetWeights(int64_t expert, ExpertWeights weights) = 0;
 
   // Says that all weights are there; idempotent. Not concurrently with Forward.
@@ -52,7 +53,17 @@ class Experts {
 absl::Status ValidateBatch(const ExpertBatch& batch, int64_t hidden_size,
                            int64_t num_local_experts);
 
-// UNIMPLEMENTED, naming it, for what no implementation computes.
+// Rows of an expert's gate_up: 2 F, or F where there is no gate.
+int64_t GateUpRows(const ExpertDescriptor& descriptor);
+
+// Bytes of one expert's weights and biases, as stored.
+int64_t StoredBytes(const ExpertDescriptor& descriptor);
+
+// INVALID_ARGUMENT, naming it, for what is no expert: a gate that does not fit the activation, a
+// limit that is not positive where the activation has one, factors that are not finite.
 absl::Status CheckComputed(const ExpertDescriptor& descriptor);
+
+// INVALID_ARGUMENT naming the tensor of `weights` that does not fit the descriptor.
+absl::Status CheckWeights(const ExpertDescriptor& descriptor, const ExpertWeights& weights);
 
 }  // namespace expertmesh

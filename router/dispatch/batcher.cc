@@ -24,6 +24,7 @@ constexpr int64_t kHeavyElements = 64 << 10;
 void FreeRows(BatchedCall& call) {
   call.call = ForwardCall();
   call.result = ForwardResult();
+  call.shared_weights = Tensor();
 }
 
 // Nothing more is to be done for the part.
@@ -180,7 +181,7 @@ bool Batcher::Review(const std::shared_ptr<Round>& round, Steps* steps) {
     for (const size_t p : slice.parts) {
       const Round::Part& part = round->parts[p];
       if (part.call->answered()) continue;
-      Fail(*part.call, DescribeFailure(layer_.layer, part, slice), &steps->failed);
+      Fail(*part.call, DescribeFailure(layer_, part, slice), &steps->failed);
     }
   }
   for (size_t p = 0; p < round->parts.size(); ++p) {
@@ -219,12 +220,18 @@ Batcher::Overdue Batcher::FindOverdue(absl::Time now) const {
 bool Batcher::Needs(const BatchedCall& call, const Overdue& overdue) const {
   if (overdue.empty()) return false;
   const LayerPlacement placement = membership_->Place(layer_.layer);
+  const auto is_overdue = [&](int32_t server) {
+    return server >= 0 && overdue.contains(placement.backends[server].get());
+  };
   const Tensor& ids = call.result.routing.topk_ids;
-  return std::any_of(ids.as<int32_t>() + call.planned * ids.dim(1),
-                     ids.as<int32_t>() + ids.num_elements(), [&](int32_t expert) {
-                       const int32_t server = placement.server_of_expert[expert];
-                       return server >= 0 && overdue.contains(placement.backends[server].get());
-                     });
+  const bool routed = std::any_of(ids.as<int32_t>() + call.planned * ids.dim(1),
+                                  ids.as<int32_t>() + ids.num_elements(), [&](int32_t expert) {
+                                    return expert < layer_.router.num_experts &&
+                                           is_overdue(placement.server_of_expert[expert]);
+                                  });
+  // Other servers compute the shared experts where there are any.
+  const auto& shared = placement.shared_servers;
+  return routed || (!shared.empty() && std::all_of(shared.begin(), shared.end(), is_overdue));
 }
 
 std::shared_ptr<Round> Batcher::TakeRound(absl::Time now, const Overdue& overdue) {
@@ -259,6 +266,7 @@ std::shared_ptr<Round> Batcher::TakeRound(absl::Time now, const Overdue& overdue
   auto round = std::make_shared<Round>();
   round->start = now;
   round->dtype = dtype;
+  round->overdue = overdue;
   int64_t room = capacity;
   std::deque<std::shared_ptr<BatchedCall>> rest, cut;
   for (std::shared_ptr<BatchedCall>& call : queue_) {
@@ -321,9 +329,16 @@ void Batcher::Run(Steps steps) {
 
 void Batcher::Start(const std::shared_ptr<Round>& round) {
   std::vector<std::pair<ForwardDone, absl::Status>> failed;
-  const LayerPlacement placement = membership_->Place(layer_.layer);
+  LayerPlacement placement = membership_->Place(layer_.layer);
+  if (!round->overdue.empty()) {  // unless all are
+    std::vector<int32_t> in_time = placement.shared_servers;
+    std::erase_if(in_time, [&](int32_t server) {
+      return round->overdue.contains(placement.backends[server].get());
+    });
+    if (!in_time.empty()) placement.shared_servers = std::move(in_time);
+  }
   for (Round::Part& part : round->parts) {
-    const std::vector<int32_t> missing = placement.Missing(part.topk_ids());
+    const std::vector<int32_t> missing = placement.Missing(NeededExperts(layer_, part.topk_ids()));
     if (missing.empty()) continue;  // else a server went since the call looked
     Fail(*part.call, NoServer(layer_.layer, missing), &failed);
     Close(part);
@@ -392,9 +407,9 @@ void Batcher::OnReply(Round& round, size_t s, absl::StatusOr<Tensor> rows) {
 }
 
 int64_t Batcher::Capacity(DType dtype) const {
-  // A server that holds all experts returns K rows a token.
-  const int64_t token_bytes =
-      layer_.router.top_k * layer_.experts.hidden_size * BytesOf(ReplyDType(dtype));
+  // A server that holds all experts returns a row for each slot of a token.
+  const int64_t token_bytes = int64_t{layer_.router.top_k + layer_.shared.count} *
+                              layer_.experts.hidden_size * BytesOf(ReplyDType(dtype));
   return std::max<int64_t>(1,
                            std::min(options_.max_tokens, options_.max_reply_bytes / token_bytes));
 }

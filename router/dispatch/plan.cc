@@ -12,6 +12,41 @@
 
 namespace expertmesh {
 
+RoundSlots AddSharedSlots(absl::Span<const int32_t> topk_ids, int64_t tokens, int32_t top_k,
+                          int32_t num_experts, int32_t num_shared,
+                          absl::Span<const int32_t> server_of_expert,
+                          absl::Span<const int32_t> shared_servers) {
+  // Ids: the routed experts; all shared ones of the first of their servers, of the second, ...; one
+  // for whatever the router does itself.
+  const int64_t holders = num_shared > 0 ? static_cast<int64_t>(shared_servers.size()) : 0;
+  const int32_t identity = num_experts + static_cast<int32_t>(holders) * num_shared;
+  RoundSlots slots;
+  slots.num_experts = num_experts;
+  slots.num_shared = num_shared;
+  slots.server_of_id.assign(server_of_expert.begin(), server_of_expert.begin() + num_experts);
+  for (int64_t h = 0; h < holders; ++h) {
+    slots.server_of_id.insert(slots.server_of_id.end(), num_shared, shared_servers[h]);
+  }
+  slots.server_of_id.push_back(kRouterItself);
+
+  slots.ids.reserve(tokens * (top_k + num_shared));
+  for (int64_t t = 0; t < tokens; ++t) {
+    int32_t first_server = kNoServer;
+    for (const int32_t expert : topk_ids.subspan(t * top_k, top_k)) {
+      slots.ids.push_back(expert < num_experts ? expert : identity);
+      if (first_server < 0 && expert < num_experts) first_server = server_of_expert[expert];
+    }
+    if (num_shared == 0) continue;
+    const auto found = std::find(shared_servers.begin(), shared_servers.end(), first_server);
+    const int64_t holder =
+        found != shared_servers.end() ? found - shared_servers.begin() : t * holders / tokens;
+    for (int32_t j = 0; j < num_shared; ++j) {
+      slots.ids.push_back(num_experts + static_cast<int32_t>(holder) * num_shared + j);
+    }
+  }
+  return slots;
+}
+
 absl::StatusOr<RoundPlan> PlanRound(absl::Span<const int32_t> topk_ids, int32_t top_k,
                                     absl::Span<const int32_t> server_of_expert,
                                     int64_t pad_multiple) {
@@ -19,7 +54,7 @@ absl::StatusOr<RoundPlan> PlanRound(absl::Span<const int32_t> topk_ids, int32_t 
   const int32_t num_experts = static_cast<int32_t>(server_of_expert.size());
   std::vector<int64_t> count(num_experts, 0);  // pairs of each expert
   for (const int32_t expert : topk_ids) {
-    if (expert < 0 || expert >= num_experts || server_of_expert[expert] < 0) {
+    if (expert < 0 || expert >= num_experts || server_of_expert[expert] == kNoServer) {
       return absl::InternalError(absl::StrCat("expert ", expert, " has no server in the plan"));
     }
     ++count[expert];
@@ -33,6 +68,7 @@ absl::StatusOr<RoundPlan> PlanRound(absl::Span<const int32_t> topk_ids, int32_t 
   std::vector<int64_t> next(num_experts, 0);
   for (int32_t expert = 0; expert < num_experts; ++expert) {
     if (count[expert] == 0) continue;  // the empty stay unpadded and unsent
+    if (server_of_expert[expert] == kRouterItself) continue;
     ServerSlice& slice = slices[server_of_expert[expert]];
     slice.expert_ids.push_back(expert);
     next[expert] = slice.num_pairs;
@@ -58,6 +94,10 @@ absl::StatusOr<RoundPlan> PlanRound(absl::Span<const int32_t> topk_ids, int32_t 
     const int64_t token = pair / top_k;
     const int32_t expert = topk_ids[pair];
     const int32_t server = server_of_expert[expert];
+    if (server == kRouterItself) {
+      plan.pairs[pair].slice = -1;
+      continue;
+    }
     std::vector<int64_t>& row_tokens = slices[server].row_tokens;
     if (row_tokens.empty() || row_tokens.back() != token) {
       if (row_tokens.size() >= std::numeric_limits<int32_t>::max()) {
@@ -101,23 +141,47 @@ Tensor GatherRows(DType dtype, int64_t hidden_size, absl::Span<const std::byte* 
   return rows;
 }
 
-void Combine(absl::Span<const PairResult> pairs, absl::Span<const Tensor> replies,
-             absl::Span<const float> topk_weights, int32_t top_k, float routed_scale,
-             int64_t hidden_size, DType dtype, void* output, Isa isa) {
+void Combine(const CombineInput& input, DType dtype, void* output, Isa isa) {
   const ScopedFlushDenormals flush;
   const Kernels& kernels = KernelsOf(isa);
-  const int64_t tokens = static_cast<int64_t>(pairs.size()) / top_k;
-  const int64_t row_bytes = hidden_size * BytesOf(ReplyDType(dtype));
-  auto* to = static_cast<std::byte*>(output);
-  std::vector<const void*> rows(top_k);
-  for (int64_t token = 0; token < tokens; ++token) {
-    for (int32_t slot = 0; slot < top_k; ++slot) {
-      const PairResult& result = pairs[token * top_k + slot];
-      rows[slot] = replies[result.slice].data() + result.row * row_bytes;
+  const int32_t top_k = input.top_k;
+  const int32_t slots = top_k + input.num_shared;
+  const int64_t tokens = static_cast<int64_t>(input.pairs.size()) / slots;
+  const DType row_dtype = ReplyDType(dtype);
+  const int64_t reply_bytes = input.hidden_size * BytesOf(row_dtype);
+  const int64_t row_bytes = input.hidden_size * BytesOf(dtype);
+  std::vector<const void*> rows(slots);
+  std::vector<float> weights(slots, 1.0f);
+  std::vector<float> widened;  // the token's own row, where rows are of another dtype
+  CombineRows token = {row_dtype,
+                       rows.data(),
+                       weights.data(),
+                       top_k,
+                       input.routed_scale,
+                       input.num_shared,
+                       input.averaged ? 0.5f : 1.0f};
+  for (int64_t t = 0; t < tokens; ++t) {
+    bool is_widened = false;
+    for (int32_t s = 0; s < slots; ++s) {
+      const PairResult& result = input.pairs[t * slots + s];
+      if (result.slice >= 0) {
+        rows[s] = input.replies[result.slice].data() + result.row * reply_bytes;
+        continue;
+      }
+      rows[s] = input.hidden_states + t * row_bytes;
+      if (dtype == row_dtype) continue;
+      widened.resize(input.hidden_size);
+      if (!is_widened) kernels.widen(dtype, rows[s], input.hidden_size, widened.data());
+      is_widened = true;
+      rows[s] = widened.data();
     }
-    kernels.combine(ReplyDType(dtype), rows.data(), &topk_weights[token * top_k], top_k,
-                    routed_scale, dtype, hidden_size, to);
-    to += hidden_size * BytesOf(dtype);
+    std::copy_n(input.topk_weights.begin() + t * top_k, top_k, weights.begin());
+    if (!input.shared_weights.empty()) {
+      std::copy_n(input.shared_weights.begin() + t * input.num_shared, input.num_shared,
+                  weights.begin() + top_k);
+    }
+    kernels.combine(token, dtype, input.hidden_size,
+                    static_cast<std::byte*>(output) + t * row_bytes);
   }
 }
 

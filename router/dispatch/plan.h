@@ -23,9 +23,13 @@ struct ServerSlice {
   int64_t num_pairs = 0;            // P without padding: rows that come back
 };
 
+// Instead of a server's index: nobody has the expert; the router gives its result itself.
+inline constexpr int32_t kNoServer = -1;
+inline constexpr int32_t kRouterItself = -2;
+
 // Where the result of one (token, slot) pair comes back.
 struct PairResult {
-  int32_t slice = 0;  // index in RoundPlan::slices
+  int32_t slice = 0;  // index in RoundPlan::slices, or -1: the router has it
   int64_t row = 0;    // row of that slice's reply
 };
 
@@ -34,12 +38,35 @@ struct RoundPlan {
   std::vector<PairResult> pairs;    // [T * K]
 };
 
+// What the slots of a round's tokens ask for: the K routed ones of each token, then S shared
+// experts.
+struct RoundSlots {
+  std::vector<int32_t> ids;           // [T, K + S]; an id stands for an expert on one server
+  std::vector<int32_t> server_of_id;  // by id; kRouterItself: an expert that returns its input
+  int32_t num_experts = 0;            // E: ids below are those of experts
+  int32_t num_shared = 0;             // S: from E on they take turns
+
+  // The expert that an id stands for: shared ones are E, E + 1, ...
+  int32_t ExpertOf(int32_t id) const {
+    return id < num_experts ? id : num_experts + (id - num_experts) % num_shared;
+  }
+};
+
+// Adds the shared experts. A token's are computed where its first routed slot is that a server
+// computes; if there is none, or that server has no shared experts, tokens are split contiguously
+// over the servers that do. topk_ids: [T, K], ids from num_experts on are experts that return their
+// input; server_of_expert: [E] or more; shared_servers: not empty if num_shared is not 0.
+RoundSlots AddSharedSlots(absl::Span<const int32_t> topk_ids, int64_t tokens, int32_t top_k,
+                          int32_t num_experts, int32_t num_shared,
+                          absl::Span<const int32_t> server_of_expert,
+                          absl::Span<const int32_t> shared_servers);
+
 // Plans a round of T tokens: a token's row goes once to each server that needs it, however many of
 // its experts live there; positions are grouped by expert, within an expert in token order.
 //
-// topk_ids: [T, K] row-major; server_of_expert: [E], every entry that is used is at least 0;
-// pad_multiple >= 1 pads every expert's group. At most 2^31 - 1 rows a server (INVALID_ARGUMENT).
-// Thread-safe.
+// topk_ids: [T, K] row-major, K at least 1; server_of_expert: [E], every entry that is used is at
+// least 0, or kRouterItself: such a pair is in no slice; pad_multiple >= 1 pads every expert's
+// group. At most 2^31 - 1 rows a server (INVALID_ARGUMENT). Thread-safe.
 absl::StatusOr<RoundPlan> PlanRound(absl::Span<const int32_t> topk_ids, int32_t top_k,
                                     absl::Span<const int32_t> server_of_expert,
                                     int64_t pad_multiple);
@@ -49,14 +76,27 @@ absl::StatusOr<RoundPlan> PlanRound(absl::Span<const int32_t> topk_ids, int32_t 
 Tensor GatherRows(DType dtype, int64_t hidden_size, absl::Span<const std::byte* const> tokens,
                   absl::Span<const int64_t> row_tokens);
 
-// The combine of the bit contract: output[t] = round(sum over slots k of topk_weights[t, k] *
-// row(t, k)), as one chain of fused multiply-adds in fp32 in slot order, times routed_scale,
-// rounded once.
-//
-// pairs: [T, K] of a plan; replies: for each slice of the plan its rows [num_pairs, D] in the dtype
-// of `output`, or in F32 where that is F16. topk_weights: [T, K]. output: [T, D] F32, BF16 or F16.
-void Combine(absl::Span<const PairResult> pairs, absl::Span<const Tensor> replies,
-             absl::Span<const float> topk_weights, int32_t top_k, float routed_scale,
-             int64_t hidden_size, DType dtype, void* output, Isa isa = BestIsa());
+// What is combined: T tokens of K routed and S shared slots.
+struct CombineInput {
+  absl::Span<const PairResult> pairs;  // [T, K + S] of a plan
+  // For each slice of the plan its rows [num_pairs, D] in the dtype of the output, or in F32 where
+  // that is F16.
+  absl::Span<const Tensor> replies;
+  absl::Span<const float> topk_weights;    // [T, K]
+  absl::Span<const float> shared_weights;  // [T, S]; empty: all are 1
+  // [T, D] in the dtype of the output: the rows of pairs that no server computes.
+  const std::byte* hidden_states = nullptr;
+  int32_t top_k = 0;       // K
+  int32_t num_shared = 0;  // S
+  float routed_scale = 1.0f;
+  bool averaged = false;
+  int64_t hidden_size = 0;  // D
+};
+
+// The combine of the bit contract: a chain of fused multiply-adds in fp32 from +0 over the routed
+// slots in their order, acc = fma(topk_weights[t, k], row(t, k), acc); times routed_scale unless
+// that is 1; the chain goes on over the shared slots; times 1/2 if averaged; rounded once.
+// output: [T, D] F32, BF16 or F16.
+void Combine(const CombineInput& input, DType dtype, void* output, Isa isa = BestIsa());
 
 }  // namespace expertmesh

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <iterator>
 #include <string>
 #include <utility>
 
@@ -41,8 +42,20 @@ absl::StatusOr<std::vector<ExpertSlice>> PlanSlices(const LayerDescription& laye
     }
     part_of_token.resize(tokens.size(), p);
   }
-  ASSIGN_OR_RETURN(round->plan, PlanRound(topk_ids, layer.router.top_k, placement.server_of_expert,
-                                          /*pad_multiple=*/1));
+  const int32_t top_k = layer.router.top_k;
+  if (layer.shared.count == 0 && layer.router.identity_experts == 0) {
+    ASSIGN_OR_RETURN(round->plan, PlanRound(topk_ids, top_k, placement.server_of_expert,
+                                            /*pad_multiple=*/1));
+  } else {
+    const RoundSlots slots = AddSharedSlots(topk_ids, static_cast<int64_t>(tokens.size()), top_k,
+                                            layer.router.num_experts, layer.shared.count,
+                                            placement.server_of_expert, placement.shared_servers);
+    ASSIGN_OR_RETURN(round->plan, PlanRound(slots.ids, top_k + layer.shared.count,
+                                            slots.server_of_id, /*pad_multiple=*/1));
+    for (ServerSlice& slice : round->plan.slices) {
+      for (int32_t& id : slice.expert_ids) id = slots.ExpertOf(id);
+    }
+  }
   round->planned = absl::Now();
   std::vector<ExpertSlice> dispatched;
   for (ServerSlice& source : round->plan.slices) {
@@ -73,35 +86,58 @@ absl::StatusOr<std::vector<ExpertSlice>> PlanSlices(const LayerDescription& laye
 
 void CombinePart(const LayerDescription& layer, const Round& round, const Round::Part& part,
                  Isa isa) {
-  const int32_t top_k = layer.router.top_k;
+  const int64_t top_k = layer.router.top_k;
+  const int64_t num_shared = layer.shared.count;
   BatchedCall& call = *part.call;
-  const auto pairs =
-      absl::MakeConstSpan(round.plan.pairs).subspan(part.offset * top_k, part.tokens * top_k);
   Tensor& output = call.result.output;
-  const absl::Span<const float> weights(
-      call.result.routing.topk_weights.as<float>() + part.begin * top_k, pairs.size());
-  Combine(pairs, round.replies, weights, top_k, layer.router.routed_scale,
-          layer.experts.hidden_size, output.dtype(),
-          output.data() + part.begin * layer.experts.hidden_size * BytesOf(output.dtype()), isa);
+  const int64_t row_bytes = layer.experts.hidden_size * BytesOf(output.dtype());
+  const auto rows = [&part](const Tensor& tensor, int64_t width) {
+    return absl::MakeConstSpan(tensor.as<float>() + part.begin * width,
+                               static_cast<size_t>(part.tokens * width));
+  };
+  CombineInput input;
+  input.pairs =
+      absl::MakeConstSpan(round.plan.pairs)
+          .subspan(part.offset * (top_k + num_shared), part.tokens * (top_k + num_shared));
+  input.replies = round.replies;
+  input.topk_weights = rows(call.result.routing.topk_weights, top_k);
+  if (call.shared_weights.num_elements() > 0) {
+    input.shared_weights = rows(call.shared_weights, num_shared);
+  }
+  input.hidden_states = call.call.hidden_states.data() + part.begin * row_bytes;
+  input.top_k = layer.router.top_k;
+  input.num_shared = layer.shared.count;
+  input.routed_scale = layer.router.routed_scale;
+  input.averaged = layer.shared.averaged;
+  input.hidden_size = layer.experts.hidden_size;
+  Combine(input, output.dtype(), output.data() + part.begin * row_bytes, isa);
 }
 
-absl::Status DescribeFailure(int32_t layer, const Round::Part& part, const Round::Slice& slice) {
+absl::Status DescribeFailure(const LayerDescription& layer, const Round::Part& part,
+                             const Round::Slice& slice) {
   if (!absl::IsUnavailable(slice.failure)) return slice.failure;
+  const absl::Span<const int32_t> ids = part.topk_ids();
+  const auto first_shared =
+      std::lower_bound(slice.expert_ids.begin(), slice.expert_ids.end(), layer.router.num_experts);
   std::vector<int32_t> lost;
-  for (const int32_t expert : slice.expert_ids) {
-    const absl::Span<const int32_t> ids = part.topk_ids();
-    if (std::find(ids.begin(), ids.end(), expert) != ids.end()) lost.push_back(expert);
-  }
-  return absl::UnavailableError(absl::StrCat("layer ", layer, ": lost the server of expert",
+  std::copy_if(slice.expert_ids.begin(), first_shared, std::back_inserter(lost),
+               [&ids](int32_t id) { return std::find(ids.begin(), ids.end(), id) != ids.end(); });
+  if (lost.empty()) lost.assign(first_shared, slice.expert_ids.end());
+  return absl::UnavailableError(absl::StrCat("layer ", layer.layer, ": lost the server of expert",
                                              lost.size() == 1 ? " " : "s ", IdRanges(lost), ": ",
                                              std::string(slice.failure.message())));
 }
 
-std::vector<int32_t> NeededExperts(absl::Span<const int32_t> topk_ids, int32_t num_experts) {
+std::vector<int32_t> NeededExperts(const LayerDescription& layer,
+                                   absl::Span<const int32_t> topk_ids) {
+  const int32_t num_experts = layer.router.num_experts;
   std::vector<bool> used(num_experts);
-  for (const int32_t id : topk_ids) used[id] = true;
+  for (const int32_t id : topk_ids) {
+    if (id < num_experts) used[id] = true;
+  }
+  used.resize(layer.num_held(), !topk_ids.empty() || layer.router.top_k == 0);
   std::vector<int32_t> needed;
-  for (int32_t e = 0; e < num_experts; ++e) {
+  for (int32_t e = 0; e < layer.num_held(); ++e) {
     if (used[e]) needed.push_back(e);
   }
   return needed;

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -21,9 +22,10 @@ namespace expertmesh {
 
 // A call between its gate and its answer.
 struct BatchedCall {
-  ForwardCall call;      // at least one token
-  ForwardResult result;  // routing: from the gate; output: allocated, filled by the rounds
-  ForwardDone done;      // null once answered
+  ForwardCall call;       // at least one token
+  ForwardResult result;   // routing: from the gate; output: allocated, filled by the rounds
+  Tensor shared_weights;  // F32 [T, S] where shared experts are gated, else empty [0]
+  ForwardDone done;       // null once answered
   absl::Time arrival;
   int64_t planned = 0;   // tokens that rounds have taken
   int64_t combined = 0;  // tokens whose output is there
@@ -55,7 +57,8 @@ struct Round {
     absl::Status failure;  // how it was answered
   };
 
-  DType dtype = DType::kF32;  // of the parts' hidden states
+  DType dtype = DType::kF32;               // of the parts' hidden states
+  std::set<const ExpertBackend*> overdue;  // servers that kept others waiting when it was made
   absl::Time start;
   absl::Time planned;  // between planning and gathering
   absl::Time sent;     // when handing out the slices began
@@ -75,9 +78,12 @@ void CombinePart(const LayerDescription& layer, const Round& round, const Round:
                  Isa isa);
 
 // Why a part fails when a slice that it needs does: names the experts that are lost to it.
-absl::Status DescribeFailure(int32_t layer, const Round::Part& part, const Round::Slice& slice);
+absl::Status DescribeFailure(const LayerDescription& layer, const Round::Part& part,
+                             const Round::Slice& slice);
 
-// The experts that routed tokens need, ascending.
-std::vector<int32_t> NeededExperts(absl::Span<const int32_t> topk_ids, int32_t num_experts);
+// The experts that servers must hold for tokens with these ids, ascending: the layer's shared ones
+// among them, those that return their input not.
+std::vector<int32_t> NeededExperts(const LayerDescription& layer,
+                                   absl::Span<const int32_t> topk_ids);
 
 }  // namespace expertmesh

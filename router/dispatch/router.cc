@@ -13,16 +13,19 @@
 namespace expertmesh {
 namespace {
 
-// Refuses by name what a description can say but dispatch and combine do not do.
-absl::Status CheckSupported(const LayerDescription& layer) {
+// INVALID_ARGUMENT for a description that is none of a layer.
+absl::Status CheckLayer(const LayerDescription& layer) {
   const auto refuse = [&layer](const char* what) {
-    return absl::UnimplementedError(
-        absl::StrCat("layer ", layer.layer, ": ", what, " not supported yet"));
+    return absl::InvalidArgumentError(absl::StrCat("layer ", layer.layer, ": ", what));
   };
-  if (layer.kind != LayerKind::kMoe) return refuse("dense layers are");
-  if (layer.shared.count > 0) return refuse("shared experts are");
-  if (layer.router.weigh_input) return refuse("weights on the experts' input are");
-  if (layer.router.identity_experts > 0) return refuse("identity experts are");
+  if (layer.shared.count < 0 || layer.num_held() == 0) return refuse("there are no experts");
+  if (layer.shared.count > 0 && layer.shared.experts.hidden_size != layer.experts.hidden_size) {
+    return refuse("the shared experts have another hidden_size than the others");
+  }
+  if (layer.router.num_experts == 0 &&
+      (layer.router.top_k != 0 || layer.router.identity_experts != 0)) {
+    return refuse("top_k and identity_experts must be 0 where there are no routed experts");
+  }
   return absl::OkStatus();
 }
 
@@ -54,12 +57,19 @@ absl::StatusOr<std::unique_ptr<Router>> Router::Create(std::shared_ptr<const Che
   RETURN_IF_ERROR(Validate(options.batching));
   std::unique_ptr<Router> router(new Router(std::move(checkpoint), numerics, options));
   for (const LayerDescription& description : router->checkpoint_->model().layers) {
-    RETURN_IF_ERROR(CheckSupported(description));
+    RETURN_IF_ERROR(CheckLayer(description));
     ASSIGN_OR_RETURN(RouterWeights weights, router->checkpoint_->ReadRouter(description.layer));
-    ASSIGN_OR_RETURN(Gate gate, Gate::Create(description.router, std::move(weights), options.engine,
-                                             options.isa));
-    Layer& layer =
-        router->layers_.try_emplace(description.layer, &description, std::move(gate)).first->second;
+    Layer& layer = router->layers_[description.layer];
+    layer.description = &description;
+    if (description.shared.count > 0 && description.shared.gated_by_sigmoid) {
+      ASSIGN_OR_RETURN(layer.shared_gate,
+                       SharedGate::Create(weights.shared_gate, description.shared.count,
+                                          options.engine, options.isa));
+    }
+    if (description.router.num_experts > 0) {
+      ASSIGN_OR_RETURN(layer.gate, Gate::Create(description.router, std::move(weights),
+                                                options.engine, options.isa));
+    }
     if (options.batching.rounds_per_layer > 0) {
       layer.batcher =
           std::make_shared<Batcher>(description, router->membership_, options.batching, options.isa,
@@ -90,7 +100,10 @@ void Router::Forward(ForwardCall call, ForwardDone done) {
   }
   if (!status.ok()) return std::move(batched->done)(status);
   if (batched->tokens() == 0) return std::move(batched->done)(std::move(batched->result));
-  if (membership_->Place(batched->call.layer).Missing(TopkIds(batched->result)).empty()) {
+  const LayerDescription& layer = *layers_.at(batched->call.layer).description;
+  if (membership_->Place(layer.layer)
+          .Missing(NeededExperts(layer, TopkIds(batched->result)))
+          .empty()) {
     return Submit(std::move(batched));
   }
   const bool queued = executor_.TryRun([this, batched] {
@@ -139,7 +152,13 @@ absl::Status Router::Prepare(BatchedCall* batched) {
   }
   ForwardResult& result = batched->result;
   const absl::Time start = absl::Now();
-  ASSIGN_OR_RETURN(result.routing, layer.gate.Route(hidden_states, call.first_row));
+  ASSIGN_OR_RETURN(result.routing, layer.gate ? layer.gate->Route(hidden_states, call.first_row)
+                                              : RouteNowhere(hidden_states, hidden_size,
+                                                             call.first_row, options_.isa));
+  if (layer.shared_gate) {
+    ASSIGN_OR_RETURN(batched->shared_weights,
+                     layer.shared_gate->Weigh(hidden_states, call.first_row));
+  }
   layer.counters->gate_ns += absl::ToInt64Nanoseconds(absl::Now() - start);
   result.output = Tensor(hidden_states.dtype(), hidden_states.shape());
   return absl::OkStatus();
@@ -151,9 +170,9 @@ absl::Status Router::WaitForServers(const BatchedCall& batched) const {
   // out.
   const absl::Duration left = call.deadline - absl::Now();
   const absl::Time answer_by = call.deadline - std::min(absl::Milliseconds(100), left / 10);
-  const int32_t num_experts = layers_.at(call.layer).description->router.num_experts;
+  const LayerDescription& layer = *layers_.at(call.layer).description;
   return membership_
-      ->WaitFor(call.layer, NeededExperts(TopkIds(batched.result), num_experts), answer_by,
+      ->WaitFor(call.layer, NeededExperts(layer, TopkIds(batched.result)), answer_by,
                 call.cancelled)
       .status();
 }

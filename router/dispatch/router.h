@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -17,6 +18,7 @@
 #include "router/dispatch/batcher.h"
 #include "router/dispatch/forward_call.h"
 #include "router/gating/gate.h"
+#include "router/gating/shared_gate.h"
 #include "router/placement/membership.h"
 
 namespace expertmesh {
@@ -62,9 +64,9 @@ class Router {
 
  private:
   struct Layer {
-    Layer(const LayerDescription* d, Gate g) : description(d), gate(std::move(g)) {}
-    const LayerDescription* description;
-    Gate gate;
+    const LayerDescription* description = nullptr;
+    std::optional<Gate> gate;               // where there are routed experts
+    std::optional<SharedGate> shared_gate;  // where there are shared experts that it weighs
     // Shared with replies that come after the last answer.
     std::shared_ptr<RoundCounters> counters = std::make_shared<RoundCounters>();
     std::shared_ptr<Batcher> batcher;  // null where calls are not merged

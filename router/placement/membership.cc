@@ -33,7 +33,7 @@ Membership::Membership(const ModelDescription& model, std::string fingerprint, s
       numerics_(std::move(numerics)),
       grace_end_(absl::Now() + startup_grace) {
   for (const LayerDescription& layer : model_.layers) {
-    ever_served_[layer.layer].resize(layer.router.num_experts);
+    ever_served_[layer.layer].resize(layer.num_held());
   }
 }
 
@@ -61,11 +61,10 @@ absl::StatusOr<uint64_t> Membership::Register(const ServerRegistration& registra
           absl::StrCat("registration.layers: the model has no MoE layer ", layer));
     }
     for (size_t i = 0; i < experts.size(); ++i) {
-      if (experts[i] < (i == 0 ? 0 : experts[i - 1] + 1) ||
-          experts[i] >= description->router.num_experts) {
+      if (experts[i] < (i == 0 ? 0 : experts[i - 1] + 1) || experts[i] >= description->num_held()) {
         return absl::InvalidArgumentError(absl::StrCat(
             "registration.layers: layer ", layer, ": expected ascending expert ids in [0, ",
-            description->router.num_experts, "), got ", experts[i]));
+            description->num_held(), "), got ", experts[i]));
       }
     }
   }
@@ -193,7 +192,7 @@ std::string Membership::MissingLocked() const {
   for (const LayerDescription& layer : model_.layers) {
     const LayerPlacement placement = PlaceLocked(layer);
     std::vector<int32_t> missing;
-    for (int32_t e = 0; e < layer.router.num_experts; ++e) {
+    for (int32_t e = 0; e < layer.num_held(); ++e) {
       if (placement.server_of_expert[e] < 0) missing.push_back(e);
     }
     if (!missing.empty()) {
@@ -212,14 +211,21 @@ LayerPlacement Membership::Place(int32_t layer) const {
 LayerPlacement Membership::PlaceLocked(const LayerDescription& layer) const {
   LayerPlacement placement;
   placement.epoch = epoch_;
-  placement.server_of_expert.assign(layer.router.num_experts, -1);
+  placement.server_of_expert.assign(layer.num_held(), -1);
   for (const auto& [name, server] : servers_) {
     if (server.backend == nullptr) continue;
     const auto held = server.record.registration.experts.find(layer.layer);
     if (held == server.record.registration.experts.end()) continue;
-    for (const int32_t expert : held->second) {
-      int32_t& slot = placement.server_of_expert[expert];
-      if (slot < 0) slot = static_cast<int32_t>(placement.backends.size());
+    const int32_t index = static_cast<int32_t>(placement.backends.size());
+    const auto first_shared =
+        std::lower_bound(held->second.begin(), held->second.end(), layer.router.num_experts);
+    // All or none: a token's shared rows are computed together.
+    const bool has_shared = held->second.end() - first_shared == layer.shared.count;
+    if (has_shared && layer.shared.count > 0) placement.shared_servers.push_back(index);
+    for (auto expert = held->second.begin(); expert != held->second.end(); ++expert) {
+      if (expert >= first_shared && !has_shared) break;
+      int32_t& slot = placement.server_of_expert[*expert];
+      if (slot < 0) slot = index;
     }
     placement.backends.push_back(server.backend);
   }

@@ -49,7 +49,9 @@ struct ServerRecord {
 // Where the experts of one layer are, at one epoch.
 struct LayerPlacement {
   uint64_t epoch = 0;
-  std::vector<int32_t> server_of_expert;  // [E], index into backends
+  // By id, of the routed experts, then of the shared ones: index into backends, or -1.
+  std::vector<int32_t> server_of_expert;
+  std::vector<int32_t> shared_servers;  // those that hold all shared experts, if there are any
   std::vector<std::shared_ptr<ExpertBackend>> backends;
 
   // Those of `experts` that have no server, ascending.

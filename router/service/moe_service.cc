@@ -228,10 +228,13 @@ grpc::ServerUnaryReactor* MoeServiceImpl::GetModel(grpc::CallbackServerContext* 
     info->set_kind(layer.kind == LayerKind::kMoe ? v1::LayerInfo::KIND_MOE
                                                  : v1::LayerInfo::KIND_DENSE);
     info->set_hidden_size(layer.experts.hidden_size);
-    info->set_intermediate_size(layer.experts.intermediate_size);
+    // A dense layer's one network is its shared expert.
+    const ExpertDescriptor& experts =
+        layer.router.num_experts > 0 ? layer.experts : layer.shared.experts;
+    info->set_intermediate_size(experts.intermediate_size);
     info->set_num_experts(layer.router.num_experts);
     info->set_top_k(layer.router.top_k);
-    info->set_weight_dtype(NameOf(layer.experts.weight_dtype));
+    info->set_weight_dtype(NameOf(experts.weight_dtype));
     info->set_format("native");
     info->set_pad_multiple(1);
   }

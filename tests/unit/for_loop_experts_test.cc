@@ -1,18 +1,15 @@
-// ForLoopExperts against a restatement of the bit contract that knows nothing of it: every fused
-// multiply-add by libm's fma on the thread's own floating-point environment, in the order that
-// the weight format fixes.
+// ForLoopExperts against a restatement of the bit contract that knows nothing of it, on the
+// thread's own floating-point environment.
 #include <gtest/gtest.h>
 #include <xmmintrin.h>
 
-#include <algorithm>
-#include <cmath>
-#include <cstring>
 #include <random>
 #include <vector>
 
-#include "common/numerics/math.h"
+#include "absl/strings/str_cat.h"
 #include "expert_server/engine/cpu/for_loop_experts.h"
 #include "tests/random_tensor.h"
+#include "tests/restated_experts.h"
 
 namespace expertmesh {
 namespace {
@@ -22,95 +19,16 @@ struct Shape {
   int64_t intermediate_size;
 };
 
-// Weight [n, k], unscaled for fp8.
-float Weight(const RandomWeights& weights, int64_t n, int64_t k) {
-  const int64_t columns = weights.View().k();
-  const auto byte = [&](int64_t i) { return int{weights.values.as<uint8_t>()[i]}; };
-  switch (weights.format) {
-    case WeightFormat::kPlain:
-      return LoadFloat(weights.values.dtype(), weights.values.data(), n * columns + k);
-    case WeightFormat::kMxfp4: {
-      const double magnitudes[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
-      const int code = byte((n * columns + k) / 2) >> (k % 2 * 4) & 15;
-      const int scale = weights.scales.as<uint8_t>()[n * weights.scales.dim(1) + k / 32];
-      const auto magnitude = static_cast<float>(std::ldexp(magnitudes[code & 7], scale - 127));
-      return code > 8 ? -magnitude : magnitude;
-    }
-    default: {
-      const int code = byte(n * columns + k);
-      const int exponent = code >> 3 & 15;
-      const int mantissa = code & 7;
-      const double magnitude =
-          exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
-      return static_cast<float>(code >= 128 ? -magnitude : magnitude);
-    }
-  }
-}
-
-// One chain over [begin, end), by the order of the weight format.
-float Chain(const std::vector<float>& x, const RandomWeights& weights, int64_t n, int64_t begin,
-            int64_t end) {
-  std::vector<int64_t> order;
-  if (weights.values.dtype() == DType::kF32) {
-    for (int64_t k = begin; k < end; ++k) order.push_back(k);
-  } else {
-    const int64_t pad = weights.format == WeightFormat::kPlain   ? 2
-                        : weights.format == WeightFormat::kMxfp4 ? 8
-                                                                 : 4;
-    for (int64_t k = begin; k < end || (k - begin) % pad != 0; k += 2) {
-      order.push_back(k + 1);  // may be a zero that pads
-      order.push_back(k);
-    }
-  }
-  volatile float sum = 0.0f;
-  for (const int64_t k : order) {
-    sum = k < end ? fmaf(x[k], Weight(weights, n, k), sum) : fmaf(0.0f, 0.0f, sum);
-  }
-  return sum;
-}
-
-// Output n of a projection.
-float Project(const std::vector<float>& x, const RandomWeights& weights, int64_t n) {
-  const int64_t columns = weights.View().k();
-  const float* const scales = weights.scales.as<float>();
-  if (weights.format == WeightFormat::kFp8Row) {
-    volatile float chain = Chain(x, weights, n, 0, columns);
-    return chain * scales[n];
-  }
-  if (weights.format != WeightFormat::kFp8Block128) return Chain(x, weights, n, 0, columns);
-  volatile float y = 0.0f;
-  const int64_t blocks = weights.scales.dim(1);
-  for (int64_t block = 0; block < blocks; ++block) {
-    const int64_t begin = 128 * block;
-    const int64_t end = std::min(columns, begin + 128);
-    y = fmaf(Chain(x, weights, n, begin, end), scales[n * blocks + block], y);
-  }
-  return y;
-}
-
 // The whole expert for one row, under FTZ and DAZ.
-std::vector<float> Reference(WeightFormat format, const ExpertWeights& expert, DType dtype,
-                             const Tensor& rows, int64_t row) {
+std::vector<float> Reference(const ExpertDescriptor& descriptor, const ExpertWeights& expert,
+                             DType dtype, const Tensor& rows, int64_t row) {
   const unsigned saved = _mm_getcsr();
   _mm_setcsr(saved | 0x8040);
-  const int64_t hidden_size = rows.dim(1);
-  const RandomWeights gate_up = {format, expert.gate_up, expert.gate_up_scales};
-  const RandomWeights down = {format, expert.down, expert.down_scales};
-  const int64_t intermediate_size = down.View().k();
-  std::vector<float> x(hidden_size), h(intermediate_size), y(hidden_size);
-  for (int64_t d = 0; d < hidden_size; ++d)
-    x[d] = LoadFloat(dtype, rows.data(), row * hidden_size + d);
-  for (int64_t f = 0; f < intermediate_size; ++f) {
-    const float g = Project(x, gate_up, f);
-    const float u = Project(x, gate_up, intermediate_size + f);
-    volatile float silu = g / (1.0f + Exp(-g));
-    h[f] = silu * u;
-    if (dtype == DType::kBF16) h[f] = FloatFromBF16(BF16FromFloat(h[f]));
+  std::vector<float> x(rows.dim(1));
+  for (int64_t d = 0; d < rows.dim(1); ++d) {
+    x[d] = LoadFloat(dtype, rows.data(), row * rows.dim(1) + d);
   }
-  for (int64_t d = 0; d < hidden_size; ++d) {
-    y[d] = Project(h, down, d);
-    if (dtype == DType::kBF16) y[d] = FloatFromBF16(BF16FromFloat(y[d]));
-  }
+  const std::vector<float> y = RestatedExpert(descriptor, expert, dtype, x);
   _mm_setcsr(saved);
   return y;
 }
@@ -127,33 +45,36 @@ class ForLoopExpertsTest : public testing::TestWithParam<std::tuple<WeightType, 
 TEST_P(ForLoopExpertsTest, HasTheBitsOfTheContract) {
   const auto [type, dtype, scale] = GetParam();
   std::mt19937 rng(7);
-  for (const Shape shape : {Shape{160, 96}, Shape{33, 17}, Shape{300, 134}, Shape{8, 1}}) {
-    if (shape.intermediate_size % 2 == 1 && type.format == WeightFormat::kMxfp4) continue;
-    ExpertDescriptor descriptor;
-    descriptor.hidden_size = shape.hidden_size;
-    descriptor.intermediate_size = shape.intermediate_size;
-    descriptor.weight_dtype = type.dtype;
-    descriptor.weight_format = type.format;
-    std::vector<ExpertWeights> experts(3), copies(3);
+  struct Case {
+    Shape shape;
+    Activation activation;
+    bool has_bias;
+  };
+  std::vector<Case> cases = {{{160, 96}, Activation::kSiluGlu, false},
+                             {{300, 134}, Activation::kSiluGlu, true}};
+  for (const Activation activation : AllActivations()) {
+    for (const bool has_bias : {false, true}) cases.push_back({{33, 17}, activation, has_bias});
+    cases.push_back({{8, 1}, activation, false});
+  }
+  for (const auto& [shape, activation, has_bias] : cases) {
+    const int64_t hidden_size = type.Width(shape.hidden_size);
+    SCOPED_TRACE(absl::StrCat("D ", shape.hidden_size, ", activation ",
+                              static_cast<int>(activation), ", bias ", has_bias));
+    const ExpertDescriptor descriptor =
+        Expert(activation, has_bias, type, hidden_size, type.Width(shape.intermediate_size));
+    std::vector<ExpertWeights> experts, copies;
     for (int e = 0; e < 3; ++e) {
-      const RandomWeights gate_up =
-          MakeWeights(type, 2 * shape.intermediate_size, shape.hidden_size, scale, rng);
-      const RandomWeights down =
-          MakeWeights(type, shape.hidden_size, shape.intermediate_size, scale, rng);
-      experts[e].gate_up = gate_up.values;
-      experts[e].gate_up_scales = gate_up.scales;
-      experts[e].down = down.values;
-      experts[e].down_scales = down.scales;
-      copies[e] = experts[e];  // shares the memory
+      experts.push_back(RandomExpert(descriptor, scale, rng));
+      copies.push_back(experts[e]);  // shares the memory
     }
     auto engine = Make(descriptor, experts);
     ASSERT_TRUE(engine.ok());
-    const Tensor rows = RandomTensor(dtype, {4, shape.hidden_size}, 1.0f, rng);
+    const Tensor rows = RandomTensor(dtype, {4, hidden_size}, 1.0f, rng);
     const std::vector<int32_t> ids = {0, 2};
     const std::vector<int64_t> m_sizes = {4, 4};
     const std::vector<int32_t> gather = {1, 0, 3, -1, 2, 1, -1, -1};
     const ExpertBatch batch = {rows, ids, m_sizes, gather};
-    Tensor output(ReplyDType(dtype), {5, shape.hidden_size});
+    Tensor output(ReplyDType(dtype), {5, hidden_size});
     EXPECT_EQ((*engine)->Forward(batch, output.data()).code(),
               absl::StatusCode::kFailedPrecondition);
     ASSERT_TRUE((*engine)->Prepare().ok());
@@ -163,9 +84,9 @@ TEST_P(ForLoopExpertsTest, HasTheBitsOfTheContract) {
     int64_t nonzero = 0;
     for (size_t i = 0; i < expected.size(); ++i) {
       const auto [expert, row] = expected[i];
-      const std::vector<float> y = Reference(type.format, copies[expert], dtype, rows, row);
-      for (int64_t d = 0; d < shape.hidden_size; ++d) {
-        const float got = LoadFloat(output.dtype(), output.data(), i * shape.hidden_size + d);
+      const std::vector<float> y = Reference(descriptor, copies[expert], dtype, rows, row);
+      for (int64_t d = 0; d < hidden_size; ++d) {
+        const float got = LoadFloat(output.dtype(), output.data(), i * hidden_size + d);
         ASSERT_EQ(std::bit_cast<uint32_t>(got), std::bit_cast<uint32_t>(y[d]))
             << "position " << i << ", channel " << d << ": expected " << y[d] << ", got " << got;
         nonzero += y[d] != 0.0f;
@@ -203,7 +124,7 @@ TEST(ForLoopExperts, DenormalProductsAreZero) {
   ASSERT_TRUE((*engine)->Forward({rows, ids, m_sizes, gather}, output.data()).ok());
   int zeros = 0;
   for (int i = 0; i < 64; ++i) {
-    const std::vector<float> y = Reference(WeightFormat::kPlain, copy, DType::kF32, rows, i);
+    const std::vector<float> y = Reference(descriptor, copy, DType::kF32, rows, i);
     for (int d = 0; d < 4; ++d) {
       const float got = output.as<float>()[i * 4 + d];
       EXPECT_EQ(std::bit_cast<uint32_t>(got), std::bit_cast<uint32_t>(y[d]));
@@ -265,6 +186,43 @@ TEST(ForLoopExperts, RefusesBatchesThatDoNotFit) {
   EXPECT_NE(check(rows, {0}, {2}, {-2, 0}).find("gather"), std::string::npos);
   EXPECT_NE(check(rows, {0, 1}, {2}, {0, 1}).find("m_sizes"), std::string::npos);
   EXPECT_NE(check(rows, {0, 1}, {INT64_MAX, 3}, {0, 1}).find("m_sizes"), std::string::npos);
+}
+
+TEST(CheckComputed, RefusesWhatIsNoExpert) {
+  for (const Activation activation : AllActivations()) {
+    ExpertDescriptor descriptor = Expert(activation, true, DType::kBF16, 8, 4);
+    EXPECT_TRUE(CheckComputed(descriptor).ok());
+    descriptor.gated = !descriptor.gated;
+    EXPECT_EQ(CheckComputed(descriptor).code(), absl::StatusCode::kInvalidArgument);
+    descriptor.gated = !descriptor.gated;
+    descriptor.activation_limit = 0.0f;
+    const bool limited = activation == Activation::kGptOssGlu ||
+                         activation == Activation::kClampedSiluGlu ||
+                         activation == Activation::kSiluClampedGlu;
+    EXPECT_EQ(CheckComputed(descriptor).ok(), !limited);
+    descriptor.activation_limit = INFINITY;
+    EXPECT_FALSE(CheckComputed(descriptor).ok());
+  }
+}
+
+TEST(CheckWeights, NamesTheTensorThatDoesNotFit) {
+  const ExpertDescriptor gated = Expert(Activation::kSiluGlu, true, DType::kBF16, 8, 4);
+  std::mt19937 rng(4);
+  const ExpertWeights good = RandomExpert(gated, 1.0f, rng);
+  EXPECT_TRUE(CheckWeights(gated, good).ok());
+  const auto refusal = [&](Tensor ExpertWeights::*which, const Tensor& tensor) {
+    ExpertWeights weights = good;
+    weights.*which = tensor;
+    return std::string(CheckWeights(gated, weights).message());
+  };
+  EXPECT_EQ(refusal(&ExpertWeights::gate_up, Tensor(DType::kBF16, {4, 8})),
+            "gate_up: expected BF16 [8, 8], got BF16 [4, 8]");
+  EXPECT_EQ(refusal(&ExpertWeights::down, Tensor(DType::kF32, {8, 4})),
+            "down: expected BF16 [8, 4], got F32 [8, 4]");
+  EXPECT_EQ(refusal(&ExpertWeights::gate_up_bias, Tensor()),
+            "gate_up_bias: expected F32 [8], got F32 [0]");
+  EXPECT_EQ(refusal(&ExpertWeights::down_bias, Tensor(DType::kF32, {4})),
+            "down_bias: expected F32 [8], got F32 [4]");
 }
 
 }  // namespace

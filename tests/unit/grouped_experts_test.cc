@@ -12,6 +12,7 @@
 
 #include "expert_server/engine/engine.h"
 #include "tests/random_tensor.h"
+#include "tests/restated_experts.h"
 
 namespace expertmesh {
 namespace {
@@ -36,14 +37,7 @@ Layer RandomLayer(const WeightType& type, int64_t experts, int64_t hidden_size,
   layer.descriptor.weight_dtype = type.dtype;
   layer.descriptor.weight_format = type.format;
   for (int64_t e = 0; e < experts; ++e) {
-    const RandomWeights gate_up = MakeWeights(type, 2 * intermediate_size, hidden_size, scale, rng);
-    const RandomWeights down = MakeWeights(type, hidden_size, intermediate_size, scale, rng);
-    layer.weights.push_back({.gate_up = gate_up.values,
-                             .down = down.values,
-                             .gate_up_bias = {},
-                             .down_bias = {},
-                             .gate_up_scales = gate_up.scales,
-                             .down_scales = down.scales});
+    layer.weights.push_back(RandomExpert(layer.descriptor, scale, rng));
   }
   return layer;
 }
@@ -111,10 +105,8 @@ TEST_P(SameBits, AsForLoopExperts) {
   for (const Case& c : cases) {
     // Weights that F16 cannot hold are zero, as are then all results.
     if (c.scale < 1e-6f && type.dtype == DType::kF16) continue;
-    // MXFP4 has an even number of k.
-    const int64_t odd = type.format == WeightFormat::kMxfp4 ? 1 : 0;
-    const int64_t hidden_size = c.hidden_size + odd * (c.hidden_size % 2);
-    const int64_t intermediate_size = c.intermediate_size + odd * (c.intermediate_size % 2);
+    const int64_t hidden_size = type.Width(c.hidden_size);
+    const int64_t intermediate_size = type.Width(c.intermediate_size);
     const Layer layer = RandomLayer(type, 9, hidden_size, intermediate_size, c.scale, rng);
     const Batch batch =
         RandomBatch(dtype, hidden_size, {0, 1, 2, 3, 4, 5, 6, 8}, c.positions, c.padded, rng);
@@ -127,6 +119,32 @@ TEST_P(SameBits, AsForLoopExperts) {
         EXPECT_TRUE(Forward(*grouped, batch, hidden_size) == expected)
             << NameOf(isa) << ", " << threads << " threads, D " << hidden_size << ", F "
             << intermediate_size << ", scale " << c.scale;
+      }
+    }
+  }
+}
+
+// Every activation, with biases and without; one expert of a width that is no multiple of anything.
+TEST_P(SameBits, WhateverTheActivation) {
+  const auto& [type, dtype] = GetParam();
+  std::mt19937 rng(27);
+  for (const Activation activation : AllActivations()) {
+    for (const bool has_bias : {false, true}) {
+      for (const auto& [d, f] :
+           std::vector<std::pair<int64_t, int64_t>>{{35, 17}, {96, 130}, {8, 1}}) {
+        const int64_t hidden_size = type.Width(d), intermediate_size = type.Width(f);
+        Layer layer;
+        layer.descriptor = Expert(activation, has_bias, type, hidden_size, intermediate_size);
+        for (int e = 0; e < 3; ++e)
+          layer.weights.push_back(RandomExpert(layer.descriptor, 0.3f, rng));
+        const Batch batch = RandomBatch(dtype, hidden_size, {0, 2}, {7, 24}, true, rng);
+        const std::string expected =
+            Forward(*layer.Make({.kind = EngineKind::kForLoop}), batch, hidden_size);
+        for (const Isa isa : SupportedIsas()) {
+          EXPECT_TRUE(Forward(*layer.Make({.isa = isa}), batch, hidden_size) == expected)
+              << NameOf(isa) << ", activation " << static_cast<int>(activation) << ", bias "
+              << has_bias << ", D " << hidden_size << ", F " << intermediate_size;
+        }
       }
     }
   }
@@ -146,8 +164,8 @@ INSTANTIATE_TEST_SUITE_P(AllDtypes, SameBits,
 TEST(GroupedExperts, NothingOfEarlierCallsIsLeft) {
   std::mt19937 rng(22);
   auto context = std::make_shared<GroupedContext>(BestIsa(), 2);
-  const Layer wide = RandomLayer({WeightFormat::kPlain, DType::kBF16}, 2, 301, 65, 0.1f, rng);
-  const Layer narrow = RandomLayer({WeightFormat::kPlain, DType::kF32}, 2, 30, 7, 0.1f, rng);
+  const Layer wide = RandomLayer(DType::kBF16, 2, 301, 65, 0.1f, rng);
+  const Layer narrow = RandomLayer(DType::kF32, 2, 30, 7, 0.1f, rng);
   std::vector<std::unique_ptr<Experts>> engines, references;
   const std::vector<const Layer*> layers = {&wide, &narrow};
   for (const Layer* layer : layers) {
@@ -171,7 +189,7 @@ TEST(GroupedExperts, NothingOfEarlierCallsIsLeft) {
 
 TEST(GroupedExperts, ManyCallersTakeTurns) {
   std::mt19937 rng(23);
-  const Layer layer = RandomLayer({WeightFormat::kPlain, DType::kBF16}, 4, 96, 64, 0.1f, rng);
+  const Layer layer = RandomLayer(DType::kBF16, 4, 96, 64, 0.1f, rng);
   const auto grouped = layer.Make({.threads = 2});
   const auto reference = layer.Make({.kind = EngineKind::kForLoop});
   std::vector<Batch> batches;
@@ -197,7 +215,7 @@ TEST(GroupedExperts, ManyCallersTakeTurns) {
 // Memory for a few rows at a time: the batch is computed in many portions.
 TEST(GroupedExperts, PortionsChangeNothing) {
   std::mt19937 rng(26);
-  const Layer layer = RandomLayer({WeightFormat::kPlain, DType::kBF16}, 3, 96, 64, 0.1f, rng);
+  const Layer layer = RandomLayer(DType::kBF16, 3, 96, 64, 0.1f, rng);
   for (const DType dtype : {DType::kBF16, DType::kF32}) {
     const Batch batch = RandomBatch(dtype, 96, {0, 1, 2}, {1300, 7, 530}, true, rng);
     const std::string expected = Forward(*layer.Make({.kind = EngineKind::kForLoop}), batch, 96);
@@ -219,7 +237,7 @@ TEST(GroupedExperts, PortionsChangeNothing) {
 
 TEST(GroupedExperts, GivesUpWhenNobodyWaits) {
   std::mt19937 rng(24);
-  const Layer layer = RandomLayer({WeightFormat::kPlain, DType::kF32}, 2, 64, 32, 0.1f, rng);
+  const Layer layer = RandomLayer(DType::kF32, 2, 64, 32, 0.1f, rng);
   const auto grouped = layer.Make({.threads = 1});  // with more, who asks may have little to do
   const Batch batch = RandomBatch(DType::kF32, 64, {0, 1}, {2000, 2000}, false, rng);
   for (const int answer : {0, 1, 3}) {  // after so many questions
@@ -246,13 +264,9 @@ TEST(GroupedExperts, RefusesWhatItDoesNotCompute) {
   Tensor output(DType::kF32, {1, 8});
   EXPECT_EQ(experts->Forward(batch.View(), output.data()).code(),
             absl::StatusCode::kFailedPrecondition);
-  descriptor.has_bias = true;
+  descriptor.activation = Activation::kRelu2;  // with a gate
   EXPECT_EQ(MakeGroupedExperts(descriptor, 1, context).status().code(),
-            absl::StatusCode::kUnimplemented);
-  descriptor.has_bias = false;
-  descriptor.activation = Activation::kRelu2;
-  EXPECT_EQ(MakeGroupedExperts(descriptor, 1, context).status().code(),
-            absl::StatusCode::kUnimplemented);
+            absl::StatusCode::kInvalidArgument);
 }
 
 }  // namespace

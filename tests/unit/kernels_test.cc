@@ -291,7 +291,10 @@ INSTANTIATE_TEST_SUITE_P(All, KernelTest, testing::ValuesIn(SupportedIsas()),
                          });
 
 // Not inlined into a test, where the compiler could compute it before the environment is set.
-KERNEL_NOINLINE KERNEL_FMA float ScalarSiluGlu(float g, float u) { return Silu(g) * u; }
+KERNEL_NOINLINE KERNEL_FMA float ScalarActivate(const ActivationFunction& function, float g,
+                                                float u) {
+  return Activate(function, g, u);
+}
 
 // Every code (and every scale that there may be) in every place of a line.
 TEST_P(KernelTest, WideningAgreesWithTheScalarConversions) {
@@ -429,46 +432,91 @@ TEST_P(KernelTest, FindsCodesThatAreNaN) {
   }
 }
 
-TEST_P(KernelTest, SiluGluIsTheScalarOne) {
-  // Floats of every magnitude and sign, and all special ones; u = 1 shows silu itself.
+TEST_P(KernelTest, ActivationsAreTheScalarOnes) {
+  // Floats of every magnitude and sign, and all special ones; u = 1 shows the gate's part itself.
   std::vector<float> gates;
   for (uint64_t bits = 0; bits < (uint64_t{1} << 32); bits += 40'009) {
     gates.push_back(std::bit_cast<float>(static_cast<uint32_t>(bits)));
   }
   for (float g = -90; g < 91; g += 0.01f) gates.push_back(g);
   for (const float g : {0.0f, -0.0f, INFINITY, -INFINITY, 1e-40f, 88.722839f, -88.722839f,
-                        87.336544f, -87.336544f, 87.33655f, -87.33655f}) {
+                        87.336544f, -87.336544f, 87.33655f, -87.33655f, 7.0f, -7.0f}) {
     gates.push_back(g);
   }
-  while (gates.size() % 32 != 0) gates.push_back(0.5f);
-  const int64_t rows = static_cast<int64_t>(gates.size()) / 32;
+  while (gates.size() % 64 != 0) gates.push_back(0.5f);
   std::vector<float> ups(gates.size());
   for (size_t i = 0; i < ups.size(); ++i)
-    ups[i] = i % 3 == 0 ? 1.0f : 1.7f * static_cast<float>(i % 5) - 3;
-  // Panels g, u, g, u of 16 columns.
-  Tensor c(DType::kF32, {4, rows, 16});
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t j = 0; j < 32; ++j) {
-      c.as<float>()[(j / 16 * 2 * rows + r) * 16 + j % 16] = gates[r * 32 + j];
-      c.as<float>()[((j / 16 * 2 + 1) * rows + r) * 16 + j % 16] = ups[r * 32 + j];
+    ups[i] = i % 3 == 0 ? 1.0f : 3.7f * static_cast<float>(i % 5) - 8;
+  for (const ActivationFunction& function : {ActivationFunction{Activation::kSiluGlu},
+                                             {Activation::kGptOssGlu, 1.702f, 7.0f},
+                                             {Activation::kClampedSiluGlu, 1.0f, 7.0f},
+                                             {Activation::kSiluClampedGlu, 1.0f, 7.0f},
+                                             {Activation::kGeluTanhGlu},
+                                             {Activation::kGeluErfGlu},
+                                             {Activation::kRelu2}}) {
+    SCOPED_TRACE(static_cast<int>(function.kind));
+    const bool gated = IsGated(function.kind);
+    const int64_t columns = gated ? 32 : 64;
+    const int64_t rows = static_cast<int64_t>(gates.size()) / columns;
+    // Panels g, u, g, u of 16 columns, or g, g, g, g.
+    Tensor c(DType::kF32, {4, rows, 16});
+    const auto at = [rows, &c](int64_t panel, int64_t row, int64_t column) -> float& {
+      return c.as<float>()[(panel * rows + row) * 16 + column];
+    };
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t j = 0; j < columns; ++j) {
+        at(j / 16 * (gated ? 2 : 1), r, j % 16) = gates[r * columns + j];
+        if (gated) at(j / 16 * 2 + 1, r, j % 16) = ups[r * columns + j];
+      }
+    }
+    std::vector<float> plain(gates.size()), rounded(gates.size());
+    std::vector<uint16_t> words(gates.size());
+    kernels_.activate(function, c.as<float>(), rows, columns, RowFormat::kF32, plain.data(),
+                      columns);
+    kernels_.activate(function, c.as<float>(), rows, columns, RowFormat::kF32OfBF16, rounded.data(),
+                      columns);
+    kernels_.activate(function, c.as<float>(), rows, columns, RowFormat::kBF16, words.data(),
+                      columns);
+    for (size_t i = 0; i < gates.size(); ++i) {
+      const float expected = ScalarActivate(function, gates[i], ups[i]);
+      if (std::isnan(expected)) {
+        ASSERT_TRUE(std::isnan(plain[i])) << gates[i];
+        continue;
+      }
+      ASSERT_EQ(std::bit_cast<uint32_t>(plain[i]), std::bit_cast<uint32_t>(expected)) << gates[i];
+      ASSERT_EQ(words[i], BF16FromFloat(expected)) << gates[i];
+      ASSERT_EQ(std::bit_cast<uint32_t>(rounded[i]),
+                std::bit_cast<uint32_t>(FloatFromBF16(BF16FromFloat(expected))))
+          << gates[i];
     }
   }
-  std::vector<float> plain(gates.size()), rounded(gates.size());
-  std::vector<uint16_t> words(gates.size());
-  kernels_.silu_glu(c.as<float>(), rows, 32, RowFormat::kF32, plain.data(), 32);
-  kernels_.silu_glu(c.as<float>(), rows, 32, RowFormat::kF32OfBF16, rounded.data(), 32);
-  kernels_.silu_glu(c.as<float>(), rows, 32, RowFormat::kBF16, words.data(), 32);
-  for (size_t i = 0; i < gates.size(); ++i) {
-    const float expected = ScalarSiluGlu(gates[i], ups[i]);
-    if (std::isnan(expected)) {
-      ASSERT_TRUE(std::isnan(plain[i])) << gates[i];
-      continue;
+}
+
+// In the store, whatever the columns' arrangement.
+TEST_P(KernelTest, BiasesAreAddedToTheirColumns) {
+  std::mt19937 rng(8);
+  const int64_t rows = 3;
+  for (const int64_t n : {2, 34, 64, 100, 130}) {
+    for (const auto columns :
+         {PackedWeights::Columns::kPlain, PackedWeights::Columns::kInterleavedHalves}) {
+      const bool halves = columns == PackedWeights::Columns::kInterleavedHalves;
+      const Tensor bias = RandomTensor(DType::kF32, {2, n}, 1.0f, rng);
+      PackedBias packed(2, n, columns);
+      for (int64_t i = 0; i < 2; ++i) packed.Pack(i, bias.as<float>() + i * n);
+      for (int64_t i = 0; i < n; ++i) {
+        const int64_t column = halves ? i % (n / 2) : i;
+        const int64_t panel = halves ? column / 16 * 2 + i / (n / 2) : column / 16;
+        const Tensor sums = RandomTensor(DType::kF32, {4, rows, 16}, 1.0f, rng);
+        Tensor c(DType::kF32, {4, rows, 16});
+        std::memcpy(c.data(), sums.data(), sums.num_bytes());
+        kernels_.add_bias(c.as<float>(), rows, packed.Block(1, panel / 4));
+        for (int64_t r = 0; r < rows; ++r) {
+          const int64_t at = (panel % 4 * rows + r) * 16 + column % 16;
+          ASSERT_EQ(c.as<float>()[at], sums.as<float>()[at] + bias.as<float>()[n + i])
+              << "n " << n << ", column " << i << (halves ? " of halves" : "");
+        }
+      }
     }
-    ASSERT_EQ(std::bit_cast<uint32_t>(plain[i]), std::bit_cast<uint32_t>(expected)) << gates[i];
-    ASSERT_EQ(words[i], BF16FromFloat(expected)) << gates[i];
-    ASSERT_EQ(std::bit_cast<uint32_t>(rounded[i]),
-              std::bit_cast<uint32_t>(FloatFromBF16(BF16FromFloat(expected))))
-        << gates[i];
   }
 }
 
@@ -508,33 +556,47 @@ TEST_P(KernelTest, WidenIsExact) {
 
 TEST_P(KernelTest, CombineIsTheScalarChainInSlotOrder) {
   std::mt19937 rng(6);
+  const auto restated = [](const CombineRows& token, int64_t i) {
+    volatile float acc = 0.0f;
+    const auto add = [&](int64_t s) {
+      acc = fmaf(token.weights[s], LoadFloat(token.dtype, token.rows[s], i), acc);
+    };
+    for (int64_t s = 0; s < token.num_routed; ++s) add(s);
+    if (token.routed_scale != 1.0f) acc = acc * token.routed_scale;
+    for (int64_t s = 0; s < token.num_shared; ++s) add(token.num_routed + s);
+    if (token.scale != 1.0f) acc = acc * token.scale;
+    return acc;
+  };
+  constexpr int64_t kSlots = 5;
   for (const DType row_dtype : {DType::kF32, DType::kBF16}) {
     for (const DType out_dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
       for (const int64_t n : {1, 15, 64, 130}) {
-        for (const float scale : {1.0f, 2.5f}) {
-          for (const Data data : {Data::kTame, Data::kTiny}) {
-            constexpr int64_t kSlots = 5;
-            const Tensor rows = RandomData(row_dtype, DType::kF32, {kSlots, n}, data, rng);
-            const Tensor weights = RandomData(DType::kF32, row_dtype, {kSlots}, data, rng);
-            std::vector<const void*> pointers;
-            for (int64_t s = 0; s < kSlots; ++s) {
-              pointers.push_back(rows.data() + s * n * BytesOf(row_dtype));
-            }
-            Tensor got(out_dtype, {n}), expected(out_dtype, {n});
-            kernels_.combine(row_dtype, pointers.data(), weights.as<float>(), kSlots, scale,
-                             out_dtype, n, got.data());
-            for (int64_t i = 0; i < n; ++i) {
-              volatile float acc = 0.0f;
+        for (const int64_t num_shared : {0, 1, 2, 5}) {
+          for (const auto& [routed_scale, scale] :
+               std::vector<std::pair<float, float>>{{1, 1}, {2.5f, 1}, {1, 0.5f}, {2.5f, 0.5f}}) {
+            for (const Data data : {Data::kTame, Data::kTiny}) {
+              const Tensor rows = RandomData(row_dtype, DType::kF32, {kSlots, n}, data, rng);
+              const Tensor weights = RandomData(DType::kF32, row_dtype, {kSlots}, data, rng);
+              std::vector<const void*> pointers;
               for (int64_t s = 0; s < kSlots; ++s) {
-                acc =
-                    fmaf(weights.as<float>()[s], LoadFloat(row_dtype, rows.data(), s * n + i), acc);
+                pointers.push_back(rows.data() + s * n * BytesOf(row_dtype));
               }
-              if (scale != 1.0f) acc = acc * scale;
-              StoreFloat(out_dtype, expected.data(), i, acc);
+              const CombineRows token = {row_dtype,
+                                         pointers.data(),
+                                         weights.as<float>(),
+                                         kSlots - num_shared,
+                                         routed_scale,
+                                         num_shared,
+                                         scale};
+              Tensor got(out_dtype, {n}), expected(out_dtype, {n});
+              kernels_.combine(token, out_dtype, n, got.data());
+              for (int64_t i = 0; i < n; ++i) {
+                StoreFloat(out_dtype, expected.data(), i, restated(token, i));
+              }
+              ASSERT_EQ(std::memcmp(got.data(), expected.data(), got.num_bytes()), 0)
+                  << NameOf(row_dtype) << " to " << NameOf(out_dtype) << ", n " << n << ", scales "
+                  << routed_scale << " and " << scale << ", " << num_shared << " shared";
             }
-            ASSERT_EQ(std::memcmp(got.data(), expected.data(), got.num_bytes()), 0)
-                << NameOf(row_dtype) << " to " << NameOf(out_dtype) << ", n " << n << ", scale "
-                << scale;
           }
         }
       }

@@ -11,6 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/dtype.h"
+#include "common/numerics/activation.h"
 #include "common/numerics/flush_denormals.h"
 #include "common/numerics/math.h"
 #include "common/tensor.h"
@@ -165,6 +166,51 @@ TEST(Tanh, WithinItsStatedErrorAndMonotone) {
   EXPECT_EQ(Tanh(kInfinity), 1.0f);
   EXPECT_EQ(Tanh(-kInfinity), -1.0f);
   EXPECT_TRUE(std::isnan(Tanh(kNan)));
+}
+
+TEST(Erf, WithinItsStatedErrorAndMonotone) {
+  const ScopedFlushDenormals flush;
+  const auto function = [](float x) { return Erf(x); };
+  const auto exact = [](long double x) { return std::erf(x); };
+  for (const auto& [first, last, step] :
+       std::vector<std::tuple<float, float, uint32_t>>{{2 * kSmallest, 20.0f, 1009},
+                                                       {-2 * kSmallest, -20.0f, 1009},
+                                                       {0.99f, 1.01f, 1},
+                                                       {-0.99f, -1.01f, 1}}) {
+    const Worst worst = Sweep(first, last, step, function, exact);
+    EXPECT_LE(worst.ulps, 1.5) << "at " << worst.at;
+    EXPECT_EQ(worst.decreasing, 0);
+  }
+  EXPECT_EQ(Erf(0.0f), 0.0f);
+  EXPECT_EQ(Erf(4.0f), 1.0f);
+  EXPECT_EQ(Erf(kInfinity), 1.0f);
+  EXPECT_EQ(Erf(-kInfinity), -1.0f);
+  EXPECT_TRUE(std::isnan(Erf(kNan)));
+}
+
+// What double-precision formulas give, for pairs on either side of every limit.
+TEST(Activate, Goldens) {
+  const ScopedFlushDenormals flush;
+  const std::vector<std::pair<float, float>> inputs = {
+      {1.5f, -0.5f}, {-2.0f, 3.0f}, {8.0f, 9.0f}, {12.0f, -11.0f}};
+  const std::vector<std::pair<ActivationFunction, std::vector<double>>> cases = {
+      {{Activation::kSiluGlu}, {-0.613180857, -0.715217532, 71.975854791, -131.999188969}},
+      {{Activation::kGptOssGlu, 1.702f, 7.0f},
+       {0.695831099, -0.257365507, 55.999625026, -41.999718770}},
+      {{Activation::kClampedSiluGlu, 1.0f, 10.0f},
+       {-0.613180857, -0.715217532, 71.975854791, -99.995460213}},
+      {{Activation::kSiluClampedGlu, 1.0f, 7.0f}, {-0.613180857, -0.715217532, 49.0, -49.0}},
+      {{Activation::kGeluTanhGlu}, {-0.699785788, -0.136206918, 72.0, -132.0}},
+      {{Activation::kGeluErfGlu}, {-0.699894599, -0.136500792, 72.0, -132.0}},
+      {{Activation::kRelu2}, {2.25, 0.0, 64.0, 144.0}}};
+  for (const auto& [function, expected] : cases) {
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      EXPECT_NEAR(Activate(function, inputs[i].first, inputs[i].second), expected[i],
+                  1e-6 * std::fabs(expected[i]))
+          << "activation " << static_cast<int>(function.kind) << ", input " << i;
+    }
+    EXPECT_EQ(Bits(Activate(function, 0.0f, 0.0f)), 0u);
+  }
 }
 
 TEST(Math, SigmoidSiluAndSoftplusAtTheirLimits) {

@@ -167,6 +167,42 @@ TEST(PlanRound, RefusesExpertsWithoutServer) {
   }
 }
 
+// Shared experts follow a token's first slot that a server computes, if the server has them.
+TEST(AddSharedSlots, ByHand) {
+  // Experts 0 and 2 on server 0, 1 on server 1, 3 on server 2; ids from 4 on return their input.
+  // Servers 0 and 2 have the 2 shared experts: 4, 5 on server 0 and 6, 7 on server 2 in the slots.
+  const std::vector<int32_t> servers = {0, 1, 0, 2};
+  const std::vector<int32_t> ids = {2, 3, 3, 0, 1, 2, 4, 3, 4, 5, 1, 0, 5, 4};
+  const RoundSlots slots = AddSharedSlots(ids, 7, 2, 4, 2, servers, {0, 2});
+  EXPECT_THAT(slots.server_of_id, ElementsAre(0, 1, 0, 2, 0, 0, 2, 2, kRouterItself));
+  EXPECT_THAT(slots.ids, ElementsAre(2, 3, 4, 5,  // on server 0, as expert 2
+                                     3, 0, 6, 7,  // on server 2
+                                     1, 2, 4, 5,  // server 1 has none: token 2 of 7, the first half
+                                     8, 3, 6, 7,  // the first slot is nobody's
+                                     8, 8, 6, 7,  // both are: token 4 of 7, the second half
+                                     1, 0, 6, 7,  //
+                                     8, 8, 6, 7));
+  EXPECT_EQ(slots.ExpertOf(3), 3);
+  EXPECT_EQ(slots.ExpertOf(4), 4);
+  EXPECT_EQ(slots.ExpertOf(6), 4);
+  EXPECT_EQ(slots.ExpertOf(7), 5);
+  const RoundPlan plan = Plan(slots.ids, 4, slots.server_of_id, 1);
+  ASSERT_EQ(plan.slices.size(), 3u);
+  EXPECT_THAT(plan.slices[0].expert_ids, ElementsAre(0, 2, 4, 5));
+  EXPECT_THAT(plan.slices[1].expert_ids, ElementsAre(1));
+  EXPECT_THAT(plan.slices[2].expert_ids, ElementsAre(3, 6, 7));
+  EXPECT_THAT(plan.slices[2].row_tokens, ElementsAre(0, 1, 3, 4, 5, 6));
+  EXPECT_EQ(plan.pairs[3 * 4].slice, -1);
+  EXPECT_EQ(plan.pairs[3 * 4 + 1].slice, 2);
+}
+
+// No routed experts: an even, contiguous split.
+TEST(AddSharedSlots, SplitsTokensWithoutSlots) {
+  const RoundSlots slots = AddSharedSlots({}, 7, 0, 0, 1, {}, {3, 0, 1});
+  EXPECT_THAT(slots.ids, ElementsAre(0, 0, 0, 1, 1, 2, 2));
+  EXPECT_THAT(slots.server_of_id, ElementsAre(3, 0, 1, kRouterItself));
+}
+
 TEST(GatherRows, CopiesTheRowsAsked) {
   for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
     Tensor hidden_states(dtype, {4, 3});
@@ -234,7 +270,14 @@ void ExpectCombine(DType dtype, int32_t top_k, float routed_scale, float magnitu
   for (float& weight : weights) weight = uniform(rng);
 
   Tensor output(dtype, {kTokens, kHidden});
-  Combine(plan.pairs, replies, weights, top_k, routed_scale, kHidden, dtype, output.data());
+  CombineInput input;
+  input.pairs = plan.pairs;
+  input.replies = replies;
+  input.topk_weights = weights;
+  input.top_k = top_k;
+  input.routed_scale = routed_scale;
+  input.hidden_size = kHidden;
+  Combine(input, dtype, output.data());
 
   int64_t nonzero = 0;
   int64_t slot_order_matters = 0;
@@ -297,8 +340,14 @@ TEST_F(FarRows, AreCombined) {
     plan.pairs.push_back({0, far[i]});
   }
   Tensor output(DType::kBF16, {2, kWidth});
-  Combine(plan.pairs, {reply}, std::vector<float>{1, 1, 1, 1}, /*top_k=*/2, /*routed_scale=*/1.0f,
-          kWidth, DType::kBF16, output.data());
+  const std::vector<float> weights = {1, 1, 1, 1};
+  CombineInput input;
+  input.pairs = plan.pairs;
+  input.replies = {&reply, 1};
+  input.topk_weights = weights;
+  input.top_k = 2;
+  input.hidden_size = kWidth;
+  Combine(input, DType::kBF16, output.data());
   EXPECT_EQ(std::count(Row(output, 0), Row(output, 1), BF16FromFloat(3.0f)), kWidth);
   EXPECT_EQ(std::count(Row(output, 1), Row(output, 2), BF16FromFloat(12.0f)), kWidth);
 }

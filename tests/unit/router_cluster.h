@@ -31,6 +31,7 @@
 #include "nlohmann/json.hpp"
 #include "router/dispatch/router.h"
 #include "tests/random_tensor.h"
+#include "tests/restated_experts.h"
 
 namespace expertmesh {
 
@@ -70,19 +71,52 @@ inline std::shared_ptr<const Checkpoint> MakeModel(DType weights) {
   return checkpoint.ok() ? *checkpoint : nullptr;
 }
 
-// The restatement.
-
-// One chain of fused multiply-adds: pairs of neighbours, the odd one first, for 16-bit weights.
-inline float Chain(const std::vector<float>& x, const Tensor& weights, int64_t n) {
-  const int64_t columns = weights.dim(1);  // even here
-  const int64_t swap = weights.dtype() == DType::kF32 ? 0 : 1;
-  volatile float sum = 0.0f;
-  for (int64_t i = 0; i < columns; ++i) {
-    const int64_t k = i ^ swap;
-    sum = fmaf(x[k], LoadFloat(weights.dtype(), weights.data(), n * columns + k), sum);
+// A checkpoint with random weights for whatever descriptions say, in memory.
+class MadeUpCheckpoint final : public Checkpoint {
+ public:
+  explicit MadeUpCheckpoint(std::vector<LayerDescription> layers) {
+    model_.model_type = "made-up";
+    model_.num_hidden_layers = layers.back().layer + 1;
+    model_.layers = std::move(layers);
   }
-  return sum;
-}
+  const ModelDescription& model() const override { return model_; }
+  const std::string& fingerprint() const override { return model_.model_type; }
+  int64_t ExpertBytes(int32_t layer) const override {
+    return StoredBytes(model_.Find(layer)->experts);
+  }
+  const std::vector<std::string>& skipped_tensors() const override { return skipped_; }
+  const std::string& layout() const override { return model_.model_type; }
+  absl::StatusOr<RouterWeights> ReadRouter(int32_t index) const override {
+    const LayerDescription& layer = *model_.Find(index);
+    const int32_t num_ids = layer.router.num_experts + layer.router.identity_experts;
+    const int64_t hidden_size = layer.experts.hidden_size;
+    std::mt19937 rng(index);
+    RouterWeights weights;
+    if (num_ids > 0) {
+      weights.weight = RandomTensor(DType::kBF16, {num_ids, hidden_size}, 0.5f, rng);
+    }
+    if (layer.shared.gated_by_sigmoid) {
+      weights.shared_gate =
+          RandomTensor(DType::kBF16, {layer.shared.count, hidden_size}, 0.5f, rng);
+    }
+    return weights;
+  }
+  absl::StatusOr<ExpertWeights> ReadExpert(int32_t index, int32_t expert) const override {
+    const LayerDescription& layer = *model_.Find(index);
+    if (expert < 0 || expert >= layer.num_held()) {
+      return absl::NotFoundError(absl::StrCat("no expert ", expert));
+    }
+    std::mt19937 rng(1000 * index + expert);
+    return RandomExpert(expert < layer.router.num_experts ? layer.experts : layer.shared.experts,
+                        0.5f, rng);
+  }
+
+ private:
+  ModelDescription model_;
+  std::vector<std::string> skipped_;
+};
+
+// The restatement.
 
 inline float RoundTo(DType dtype, float value) {
   if (dtype == DType::kBF16) return FloatFromBF16(BF16FromFloat(value));
@@ -91,45 +125,68 @@ inline float RoundTo(DType dtype, float value) {
 }
 
 struct Expected {
+  int64_t top_k = 0;
+  int64_t num_ids = 0;
   std::vector<int32_t> ids;    // [T, K]
   std::vector<float> weights;  // [T, K]
-  std::vector<float> logits;   // [T, E]
+  std::vector<float> logits;   // [T, N]
   std::vector<float> output;   // [T, D]
 };
 
-inline Expected Restate(const Checkpoint& checkpoint, int32_t layer, const Tensor& hidden_states) {
+inline Expected Restate(const Checkpoint& checkpoint, int32_t layer_index,
+                        const Tensor& hidden_states) {
   const unsigned saved = _mm_getcsr();
   _mm_setcsr(saved | 0x8040);  // FTZ and DAZ
+  const LayerDescription& layer = *checkpoint.model().Find(layer_index);
+  const RouterDescriptor& router = layer.router;
   const DType dtype = hidden_states.dtype();
-  const DType rows_dtype = dtype == DType::kBF16 ? DType::kBF16 : DType::kF32;  // and h's
-  const RouterWeights gate = *checkpoint.ReadRouter(layer);
+  const int64_t hidden_size = layer.experts.hidden_size;
+  const RouterWeights gate = *checkpoint.ReadRouter(layer_index);
   std::vector<ExpertWeights> experts;
-  for (int32_t e = 0; e < kExperts; ++e) experts.push_back(*checkpoint.ReadExpert(layer, e));
+  for (int32_t e = 0; e < layer.num_held(); ++e) {
+    experts.push_back(*checkpoint.ReadExpert(layer_index, e));
+  }
   Expected expected;
+  expected.top_k = router.top_k;
+  expected.num_ids = router.num_experts + router.identity_experts;
   for (int64_t t = 0; t < hidden_states.dim(0); ++t) {
-    std::vector<float> x(kHidden), logits(kExperts), weights(kTopK);
-    std::vector<int32_t> ids(kTopK);
-    for (int64_t d = 0; d < kHidden; ++d) {
-      x[d] = LoadFloat(dtype, hidden_states.data(), t * kHidden + d);
+    std::vector<float> x(hidden_size), logits(expected.num_ids), weights(router.top_k);
+    std::vector<int32_t> ids(router.top_k);
+    for (int64_t d = 0; d < hidden_size; ++d) {
+      x[d] = LoadFloat(dtype, hidden_states.data(), t * hidden_size + d);
     }
-    for (int32_t e = 0; e < kExperts; ++e) logits[e] = Chain(x, gate.weight, e);
-    EXPECT_TRUE(SelectExperts(checkpoint.model().Find(layer)->router, logits, {}, {},
-                              absl::MakeSpan(ids), absl::MakeSpan(weights))
-                    .ok());
-    std::vector<float> sum(kHidden, 0.0f);
-    for (int32_t k = 0; k < kTopK; ++k) {
-      const ExpertWeights& expert = experts[ids[k]];
-      std::vector<float> h(kIntermediate);
-      for (int64_t f = 0; f < kIntermediate; ++f) {
-        const float g = Chain(x, expert.gate_up, f);
-        const float u = Chain(x, expert.gate_up, kIntermediate + f);
-        const volatile float silu = g / (1.0f + Exp(-g));
-        h[f] = RoundTo(rows_dtype, silu * u);
+    for (int64_t e = 0; e < expected.num_ids; ++e) logits[e] = RestatedChain(x, gate.weight, e);
+    if (router.num_experts > 0) {
+      EXPECT_TRUE(
+          SelectExperts(router, logits, {}, {}, absl::MakeSpan(ids), absl::MakeSpan(weights)).ok());
+    }
+    std::vector<float> sum(hidden_size, 0.0f);
+    const auto add = [&sum](float weight, const std::vector<float>& row) {
+      for (size_t d = 0; d < sum.size(); ++d) sum[d] = fmaf(weight, row[d], sum[d]);
+    };
+    const auto multiply = [&sum](float factor) {
+      for (float& value : sum) {
+        const volatile float product = value * factor;
+        value = product;
       }
-      for (int64_t d = 0; d < kHidden; ++d) {
-        sum[d] = fmaf(weights[k], RoundTo(rows_dtype, Chain(h, expert.down, d)), sum[d]);
+    };
+    for (int32_t k = 0; k < router.top_k; ++k) {
+      if (ids[k] >= router.num_experts) {
+        add(weights[k], x);
+      } else {
+        add(weights[k], RestatedExpert(layer.experts, experts[ids[k]], dtype, x));
       }
     }
+    if (router.routed_scale != 1.0f) multiply(router.routed_scale);
+    for (int32_t j = 0; j < layer.shared.count; ++j) {
+      volatile float weight = 1.0f;
+      if (layer.shared.gated_by_sigmoid) {
+        weight = weight + Exp(-RestatedChain(x, gate.shared_gate, j));
+        weight = 1.0f / weight;
+      }
+      add(weight, RestatedExpert(layer.shared.experts, experts[router.num_experts + j], dtype, x));
+    }
+    if (layer.shared.averaged) multiply(0.5f);
     for (const float value : sum) expected.output.push_back(RoundTo(dtype, value));
     expected.ids.insert(expected.ids.end(), ids.begin(), ids.end());
     expected.weights.insert(expected.weights.end(), weights.begin(), weights.end());
@@ -144,15 +201,16 @@ inline void ExpectResult(const ForwardResult& result, const Expected& expected, 
                          int64_t begin, int64_t tokens) {
   ASSERT_EQ(result.output.dtype(), dtype);
   ASSERT_THAT(result.output.shape(), ::testing::ElementsAre(tokens, kHidden));
-  ASSERT_THAT(result.routing.topk_ids.shape(), ::testing::ElementsAre(tokens, kTopK));
-  ASSERT_THAT(result.routing.topk_weights.shape(), ::testing::ElementsAre(tokens, kTopK));
+  ASSERT_THAT(result.routing.topk_ids.shape(), ::testing::ElementsAre(tokens, expected.top_k));
+  ASSERT_THAT(result.routing.topk_weights.shape(), ::testing::ElementsAre(tokens, expected.top_k));
+  ASSERT_THAT(result.routing.logits.shape(), ::testing::ElementsAre(tokens, expected.num_ids));
   const auto same = [tokens, begin](const Tensor& got, const auto& values, int64_t width) {
     return std::memcmp(got.data(), values.data() + begin * width,
                        static_cast<size_t>(tokens * width) * 4) == 0;
   };
-  EXPECT_TRUE(same(result.routing.topk_ids, expected.ids, kTopK));
-  EXPECT_TRUE(same(result.routing.topk_weights, expected.weights, kTopK));
-  EXPECT_TRUE(same(result.routing.logits, expected.logits, kExperts));
+  EXPECT_TRUE(same(result.routing.topk_ids, expected.ids, expected.top_k));
+  EXPECT_TRUE(same(result.routing.topk_weights, expected.weights, expected.top_k));
+  EXPECT_TRUE(same(result.routing.logits, expected.logits, expected.num_ids));
   for (int64_t i = 0; i < tokens * kHidden; ++i) {
     const float got = LoadFloat(dtype, result.output.data(), i);
     const float value = expected.output[begin * kHidden + i];
@@ -272,9 +330,10 @@ inline std::unique_ptr<Router> MakeRouter(const std::shared_ptr<const Checkpoint
 // Adds a server; returns its ticket.
 inline uint64_t AddServer(
     Router& router, size_t index, const ExpertStore::Held& held, const FakeServer::Handler& handler,
-    const FakeServer::OnCancel& on_cancel = [](size_t, uint64_t) {}) {
+    const FakeServer::OnCancel& on_cancel = [](size_t, uint64_t) {},
+    const EngineOptions& engine = {}) {
   auto store =
-      ExpertStore::Load(router.checkpoint(), held, MakeEngine({}), [](const LoadProgress&) {});
+      ExpertStore::Load(router.checkpoint(), held, MakeEngine(engine), [](const LoadProgress&) {});
   EXPECT_TRUE(store.ok()) << store.status();
   const auto ticket =
       router.membership()->Register({.name = absl::StrCat("server-", index),

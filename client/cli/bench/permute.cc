@@ -83,8 +83,13 @@ class Rounds {
       const std::vector<Tensor> parts = Split(replies, plan);
       const std::vector<float> weights(ids.size(), 1.0f / static_cast<float>(options_.top_k));
       start = Now();
-      Combine(plan.pairs, parts, weights, options_.top_k, /*routed_scale=*/1, options_.hidden_size,
-              output->dtype(), output->data());
+      CombineInput input;
+      input.pairs = plan.pairs;
+      input.replies = parts;
+      input.topk_weights = weights;
+      input.top_k = options_.top_k;
+      input.hidden_size = options_.hidden_size;
+      Combine(input, output->dtype(), output->data());
       sample.combine += 1e9 * (Now() - start);
     }
     return sample;

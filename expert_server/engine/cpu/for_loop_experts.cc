@@ -4,8 +4,8 @@
 #include <utility>
 
 #include "common/kernels/for_loop_gemm.h"
+#include "common/numerics/activation.h"
 #include "common/numerics/flush_denormals.h"
-#include "common/numerics/math.h"
 #include "common/status.h"
 #include "expert_server/engine/cpu/for_loop_experts.h"
 
@@ -16,9 +16,16 @@ namespace {
 // enough to answer within seconds however wide the layer and however many rows one expert has.
 constexpr int64_t kStopInterval = 8;
 
-// h = silu(g) * u, each operation rounded in fp32.
-KERNEL_NOINLINE KERNEL_FMA void SiluGlu(const float* gate_up, int64_t n, float* h) {
-  for (int64_t f = 0; f < n; ++f) h[f] = Silu(gate_up[f]) * gate_up[n + f];
+// h of the gate row and, where there is one, the up row.
+KERNEL_NOINLINE KERNEL_FMA void ActivateRow(const ActivationFunction& function,
+                                            const float* gate_up, int64_t n, float* h) {
+  const float* up = gate_up + (IsGated(function.kind) ? n : 0);
+  for (int64_t f = 0; f < n; ++f) h[f] = Activate(function, gate_up[f], up[f]);
+}
+
+// Adds a bias, or none if it is empty.
+KERNEL_NOINLINE void AddBias(const Tensor& bias, float* values) {
+  for (int64_t i = 0; i < bias.num_elements(); ++i) values[i] += bias.as<float>()[i];
 }
 
 // Rounds to the dtype that rows and h have between the steps.
@@ -34,6 +41,7 @@ class ForLoopExperts : public Experts {
 
   // The loops read the weights as they are stored: there is nothing to arrange.
   void SetWeights(int64_t expert, ExpertWeights weights) override {
+    if (!descriptor_.has_bias) weights.gate_up_bias = weights.down_bias = Tensor(DType::kF32, {0});
     experts_[expert] = std::move(weights);
   }
 
@@ -49,7 +57,8 @@ class ForLoopExperts : public Experts {
     const WeightFormat format = descriptor_.weight_format;
     const ScopedFlushDenormals flush;
     const DType reply = ReplyDType(batch.rows.dtype);
-    std::vector<float> x(hidden_size), gate_up(2 * intermediate_size), h(intermediate_size),
+    const ActivationFunction activation = ActivationOf(descriptor_);
+    std::vector<float> x(hidden_size), gate_up(GateUpRows(descriptor_)), h(intermediate_size),
         y(hidden_size);
     int64_t position = 0;
     int64_t reply_row = 0;
@@ -65,9 +74,11 @@ class ForLoopExperts : public Experts {
           x[d] = LoadFloat(batch.rows.dtype, batch.rows.data, row * hidden_size + d);
         }
         ForLoopMatVec(x.data(), {format, expert.gate_up, expert.gate_up_scales}, gate_up.data());
-        SiluGlu(gate_up.data(), intermediate_size, h.data());
+        AddBias(expert.gate_up_bias, gate_up.data());
+        ActivateRow(activation, gate_up.data(), intermediate_size, h.data());
         Round(reply, intermediate_size, h.data());
         ForLoopMatVec(h.data(), {format, expert.down, expert.down_scales}, y.data());
+        AddBias(expert.down_bias, y.data());
         for (int64_t d = 0; d < hidden_size; ++d) {
           StoreFloat(reply, output, reply_row * hidden_size + d, y[d]);
         }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
 #include <utility>
 
 #include "common/status.h"
@@ -15,15 +16,22 @@ class GroupedExperts : public Experts {
                  std::shared_ptr<GroupedContext> context)
       : hidden_size_(descriptor.hidden_size),
         intermediate_size_(descriptor.intermediate_size),
+        activation_(ActivationOf(descriptor)),
         context_(std::move(context)),
         gate_up_(descriptor.weight_format, descriptor.weight_dtype, num_experts,
-                 2 * intermediate_size_, hidden_size_, PackedWeights::Columns::kInterleavedHalves),
+                 GateUpRows(descriptor), hidden_size_, GateUpColumns(descriptor)),
         down_(descriptor.weight_format, descriptor.weight_dtype, num_experts, hidden_size_,
-              intermediate_size_) {}
+              intermediate_size_) {
+    if (!descriptor.has_bias) return;
+    gate_up_bias_.emplace(num_experts, GateUpRows(descriptor), GateUpColumns(descriptor));
+    down_bias_.emplace(num_experts, hidden_size_, PackedWeights::Columns::kPlain);
+  }
 
   void SetWeights(int64_t expert, ExpertWeights weights) override {
     gate_up_.Pack(expert, {gate_up_.format(), weights.gate_up, weights.gate_up_scales});
     down_.Pack(expert, {down_.format(), weights.down, weights.down_scales});
+    if (gate_up_bias_) gate_up_bias_->Pack(expert, weights.gate_up_bias.as<float>());
+    if (down_bias_) down_bias_->Pack(expert, weights.down_bias.as<float>());
   }
 
   absl::Status Prepare() override {
@@ -59,6 +67,11 @@ class GroupedExperts : public Experts {
   }
 
  private:
+  static PackedWeights::Columns GateUpColumns(const ExpertDescriptor& descriptor) {
+    return descriptor.gated ? PackedWeights::Columns::kInterleavedHalves
+                            : PackedWeights::Columns::kPlain;
+  }
+
   // Fills groups and source: padding is left out, so that output row i is that of source[i].
   static void Plan(const ExpertBatch& batch, GroupedContext& context)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(context.mutex) {
@@ -109,10 +122,22 @@ class GroupedExperts : public Experts {
     const RowFormat y_format = reply == DType::kBF16 ? RowFormat::kBF16 : RowFormat::kF32;
     std::byte* const y =
         static_cast<std::byte*>(output) + first_row * hidden_size_ * BytesOf(reply);
-    GroupedGemm up({isa, &gate_up_, groups, x, row_dtype, GemmOutput::kSiluGlu, h_format, h,
-                    h_bytes / BytesOf(row_dtype)});
-    GroupedGemm down(
-        {isa, &down_, groups, h, row_dtype, GemmOutput::kRows, y_format, y, hidden_size_});
+    const auto address = [](const std::optional<PackedBias>& bias) {
+      return bias ? &*bias : nullptr;
+    };
+    GroupedGemm up({isa, &gate_up_, groups, x, row_dtype, GemmOutput::kActivated, h_format, h,
+                    h_bytes / BytesOf(row_dtype), activation_, address(gate_up_bias_)});
+    GroupedGemm down({isa,
+                      &down_,
+                      groups,
+                      h,
+                      row_dtype,
+                      GemmOutput::kRows,
+                      y_format,
+                      y,
+                      hidden_size_,
+                      {},
+                      address(down_bias_)});
     const absl::Span<const int32_t> source =
         absl::MakeConstSpan(context.source).subspan(first_row, rows);
     const auto* const from = static_cast<const std::byte*>(batch.rows.data);
@@ -144,9 +169,12 @@ class GroupedExperts : public Experts {
 
   const int64_t hidden_size_;
   const int64_t intermediate_size_;
+  const ActivationFunction activation_;
   const std::shared_ptr<GroupedContext> context_;
   PackedWeights gate_up_;
   PackedWeights down_;
+  std::optional<PackedBias> gate_up_bias_;
+  std::optional<PackedBias> down_bias_;
   bool prepared_ = false;
 };
 

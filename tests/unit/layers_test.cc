@@ -1,0 +1,347 @@
+// Every kind of layer that a description can name, through whole clusters in one process, against
+// the restatement of the bit contract: bit for bit, whatever the cluster, the engine and the
+// batching.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <memory>
+#include <set>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "tests/unit/router_cluster.h"
+
+namespace expertmesh {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+constexpr int64_t kTokens = 61;
+
+struct NamedLayer {
+  std::string name;
+  LayerDescription layer;
+};
+
+// 7 experts, top-3; nothing shared.
+LayerDescription Routed() {
+  LayerDescription layer;
+  layer.layer = kLayer;
+  layer.router.num_experts = 7;
+  layer.router.top_k = 3;
+  layer.experts = Expert(Activation::kSiluGlu, false, DType::kBF16, kHidden, 6);
+  return layer;
+}
+
+// With `count` shared experts of another width, activation, dtype and with biases.
+LayerDescription WithShared(LayerDescription layer, int32_t count) {
+  layer.shared.count = count;
+  layer.shared.experts = Expert(Activation::kGptOssGlu, true, DType::kF32, kHidden, 9);
+  return layer;
+}
+
+LayerDescription Dense(int32_t count) {
+  LayerDescription layer;
+  layer.layer = kLayer;
+  layer.kind = LayerKind::kDense;
+  layer.experts.hidden_size = kHidden;
+  layer.shared.count = count;
+  layer.shared.experts = Expert(Activation::kSiluGlu, false, DType::kBF16, kHidden, 11);
+  return layer;
+}
+
+std::vector<NamedLayer> Layers() {
+  std::vector<NamedLayer> layers;
+  const auto add = [&layers](const std::string& name, const LayerDescription& layer) {
+    layers.push_back({name, layer});
+    return &layers.back().layer;
+  };
+  for (const Activation activation : AllActivations()) {
+    add(absl::StrCat("Activation", static_cast<int>(activation)), Routed())->experts =
+        Expert(activation, true, DType::kBF16, kHidden, 5);
+  }
+  add("Shared", WithShared(Routed(), 1));
+  add("SharedAlike", WithShared(Routed(), 1))->shared.experts = Routed().experts;
+  add("SharedGated", WithShared(Routed(), 1))->shared.gated_by_sigmoid = true;
+  add("SharedAveraged", WithShared(Routed(), 1))->shared.averaged = true;
+  add("SharedTwo", WithShared(Routed(), 2));
+  LayerDescription* layer = add("SharedThreeOfEverything", WithShared(Routed(), 3));
+  layer->shared.gated_by_sigmoid = layer->shared.averaged = true;
+  layer->router.routed_scale = 2.5f;
+  add("RoutedScale", Routed())->router.routed_scale = 2.5f;
+  add("RoutedScaleShared", WithShared(Routed(), 1))->router.routed_scale = 0.3f;
+  add("Dense", Dense(1));
+  layer = add("DenseTwoGated", Dense(2));
+  layer->shared.gated_by_sigmoid = true;
+  add("Identity", Routed())->router.identity_experts = 4;
+  layer = add("IdentityMostly", Routed());
+  layer->router.num_experts = 2;
+  layer->router.identity_experts = 9;
+  layer = add("IdentityShared", WithShared(Routed(), 2));
+  layer->router.identity_experts = 12;
+  layer->router.routed_scale = 6.0f;
+  layer = add("OneExpert", WithShared(Routed(), 1));
+  layer->router.num_experts = layer->router.top_k = 1;
+  return layers;
+}
+
+std::shared_ptr<const Checkpoint> Made(const LayerDescription& layer) {
+  return std::make_shared<MadeUpCheckpoint>(std::vector<LayerDescription>{layer});
+}
+
+std::unique_ptr<Router> Cluster(const std::shared_ptr<const Checkpoint>& checkpoint,
+                                int num_servers, const FakeServer::Handler& handler,
+                                EngineKind engine, const BatchingOptions& batching = {}) {
+  RouterOptions options;
+  options.engine = engine;
+  options.batching = batching;
+  auto router = MakeRouter(checkpoint, options);
+  for (int s = 0; s < num_servers; ++s) {
+    AddServer(*router, s, *ExpertStore::ShardOf(checkpoint->model(), s, num_servers), handler,
+              [](size_t, uint64_t) {}, {.kind = engine});
+  }
+  return router;
+}
+
+class LayersTest : public ::testing::TestWithParam<std::tuple<NamedLayer, DType>> {
+ protected:
+  const NamedLayer& named() const { return std::get<0>(GetParam()); }
+  DType dtype() const { return std::get<1>(GetParam()); }
+
+  const std::shared_ptr<const Checkpoint> checkpoint_ = Made(named().layer);
+  const Tensor tokens_ = Tokens(dtype(), kTokens);
+  const Expected expected_ = Restate(*checkpoint_, kLayer, tokens_);
+};
+
+TEST_P(LayersTest, HasTheBitsOfTheContractWhateverTheCluster) {
+  for (const int num_servers : {1, 2, 4, 7, 9}) {
+    for (const EngineKind engine : {EngineKind::kGrouped, EngineKind::kForLoop}) {
+      SCOPED_TRACE(absl::StrCat(num_servers, " servers, ", NameOf(engine)));
+      auto router = Cluster(checkpoint_, num_servers, kAtOnce, engine);
+      ExpectForward(*router, tokens_, expected_, 0, kTokens);
+      for (int64_t t = 0; t < 12; ++t) ExpectForward(*router, tokens_, expected_, t, 1);
+      router = Cluster(checkpoint_, num_servers, kAtOnce, engine, {.max_tokens = 7});
+      ExpectForward(*router, tokens_, expected_, 0, kTokens);
+    }
+  }
+}
+
+// Calls of several sizes, merged and cut, the servers' answers in any order.
+TEST_P(LayersTest, HasTheBitsOfTheContractHoweverCallsAreMerged) {
+  Pool pool(2);
+  const auto router = Cluster(checkpoint_, 4, pool.handler(), EngineKind::kGrouped,
+                              {.overlapping_rounds = 2, .max_tokens = 20});
+  std::vector<std::thread> callers;
+  for (int c = 0; c < 6; ++c) {
+    callers.emplace_back([&, c] {
+      for (int64_t begin = c; begin < kTokens; begin += 9) {
+        ExpectForward(*router, tokens_, expected_, begin,
+                      std::min<int64_t>(1 + c * 5, kTokens - begin));
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+}
+
+INSTANTIATE_TEST_SUITE_P(All, LayersTest,
+                         ::testing::Combine(::testing::ValuesIn(Layers()),
+                                            ::testing::Values(DType::kF32, DType::kBF16,
+                                                              DType::kF16)),
+                         [](const ::testing::TestParamInfo<LayersTest::ParamType>& test) {
+                           return std::get<0>(test.param).name + "_" +
+                                  NameOf(std::get<1>(test.param));
+                         });
+
+// The cases above have what they are about.
+TEST(Layers, IdentityExpertsAreChosen) {
+  for (const NamedLayer& named : Layers()) {
+    if (named.layer.router.identity_experts == 0) continue;
+    const Expected expected = Restate(*Made(named.layer), kLayer, Tokens(DType::kF32, kTokens));
+    int64_t none = 0, all = 0;
+    for (int64_t t = 0; t < kTokens; ++t) {
+      const auto first = expected.ids.begin() + t * expected.top_k;
+      const auto identities = std::count_if(first, first + expected.top_k, [&](int32_t id) {
+        return id >= named.layer.router.num_experts;
+      });
+      none += identities == 0;
+      all += identities == expected.top_k;
+    }
+    EXPECT_LT(none, kTokens) << named.name;
+    if (named.name == "IdentityMostly") {
+      EXPECT_GT(all, 0);
+    }
+  }
+}
+
+TEST(Layers, ShardsHaveAllSharedExperts) {
+  ModelDescription model;
+  model.layers = {WithShared(Routed(), 2), Dense(1)};
+  model.layers[1].layer = kLayer + 1;
+  const auto shard = [&model](int32_t s, int32_t n) { return *ExpertStore::ShardOf(model, s, n); };
+  EXPECT_THAT(shard(0, 2).at(kLayer), ElementsAre(0, 1, 2, 3, 7, 8));
+  EXPECT_THAT(shard(1, 2).at(kLayer), ElementsAre(4, 5, 6, 7, 8));
+  EXPECT_THAT(shard(8, 9).at(kLayer), ElementsAre(7, 8));
+  EXPECT_THAT(shard(1, 2).at(kLayer + 1), ElementsAre(0));
+  // Bytes: of 4 routed experts, and of shared ones of another kind: F32 and with biases.
+  const MadeUpCheckpoint checkpoint(model.layers);
+  const int64_t routed = 3 * 6 * kHidden * 2;
+  const int64_t shared = (3 * 9 * kHidden + 2 * 9 + kHidden) * 4;
+  const int64_t dense = 3 * 11 * kHidden * 2;
+  EXPECT_EQ(ExpertStore::BytesOf(checkpoint, shard(0, 2)), 4 * routed + 2 * shared + dense);
+}
+
+// A row travels once to its server, however many shared experts read it, and to no other.
+TEST(Layers, SharedRowsGoWhereTheFirstSlotIs) {
+  const LayerDescription layer = WithShared(Routed(), 2);
+  const auto checkpoint = Made(layer);
+  const Tensor tokens = Tokens(DType::kF32, kTokens);
+  const Expected expected = Restate(*checkpoint, kLayer, tokens);
+  std::vector<ExpertSlice> slices;
+  std::vector<size_t> servers;
+  const auto router = Cluster(
+      checkpoint, 3,
+      [&](size_t index, const Store& store, ExpertSlice slice, ExpertBackend::Done done) {
+        slices.push_back(slice);
+        servers.push_back(index);
+        kAtOnce(index, store, std::move(slice), std::move(done));
+      },
+      EngineKind::kGrouped);
+  for (int64_t t = 0; t < kTokens; ++t) {
+    slices.clear();
+    servers.clear();
+    ExpectForward(*router, tokens, expected, t, 1);
+    const auto server_of = [](int32_t expert) { return expert < 3 ? 0u : expert < 5 ? 1u : 2u; };
+    std::set<size_t> needed;
+    for (int k = 0; k < 3; ++k) needed.insert(server_of(expected.ids[t * 3 + k]));
+    EXPECT_EQ(slices.size(), needed.size());
+    for (size_t s = 0; s < slices.size(); ++s) {
+      EXPECT_EQ(slices[s].rows.dim(0), 1);
+      const bool first = servers[s] == server_of(expected.ids[t * 3]);
+      EXPECT_EQ(std::count(slices[s].expert_ids.begin(), slices[s].expert_ids.end(), 7), first);
+      EXPECT_EQ(std::count(slices[s].expert_ids.begin(), slices[s].expert_ids.end(), 8), first);
+    }
+  }
+}
+
+TEST(Layers, DenseTokensAreSplitOverTheServers) {
+  const auto checkpoint = Made(Dense(1));
+  std::vector<int64_t> rows;
+  const auto router = Cluster(
+      checkpoint, 4,
+      [&](size_t index, const Store& store, ExpertSlice slice, ExpertBackend::Done done) {
+        rows.push_back(slice.rows.dim(0));
+        kAtOnce(index, store, std::move(slice), std::move(done));
+      },
+      EngineKind::kGrouped);
+  const Tensor tokens = Tokens(DType::kBF16, 10);
+  ExpectForward(*router, tokens, Restate(*checkpoint, kLayer, tokens), 0, 10);
+  EXPECT_THAT(rows, ElementsAre(3, 2, 3, 2));
+}
+
+// Servers without shared experts leave them to those that have all.
+TEST(Layers, SharedExpertsMayBeElsewhere) {
+  const auto checkpoint = Made(WithShared(Routed(), 2));
+  const Tensor tokens = Tokens(DType::kBF16, kTokens);
+  const Expected expected = Restate(*checkpoint, kLayer, tokens);
+  RouterOptions options;
+  options.startup_grace = absl::ZeroDuration();
+  const auto router = MakeRouter(checkpoint, options);
+  AddServer(*router, 0, {{kLayer, {0, 1, 2, 3, 4, 5, 6}}}, kAtOnce);
+  AddServer(*router, 1, {{kLayer, {8}}}, kAtOnce);  // not all of them
+  EXPECT_THAT(std::string(Forward(*router, tokens, 0, 1).status().message()),
+              HasSubstr("layer 1: no live server holds experts 7-8"));
+  EXPECT_EQ(router->membership()->Missing(), "layer 1: no live server holds experts 7-8");
+  AddServer(*router, 2, {{kLayer, {7, 8}}}, kAtOnce);
+  EXPECT_EQ(router->membership()->Missing(), "");
+  ExpectForward(*router, tokens, expected, 0, kTokens);
+  AddServer(*router, 3, {{kLayer, {2, 7, 8}}}, kAtOnce);
+  ExpectForward(*router, tokens, expected, 0, kTokens);
+}
+
+TEST(Layers, LosingSharedExpertsIsSaid) {
+  const auto router = Cluster(
+      Made(Dense(2)), 2,
+      [](size_t index, const Store& store, ExpertSlice slice, ExpertBackend::Done done) {
+        if (index == 1) return std::move(done)(absl::UnavailableError("gone"));
+        kAtOnce(index, store, std::move(slice), std::move(done));
+      },
+      EngineKind::kGrouped);
+  const Tensor tokens = Tokens(DType::kF32, 4);
+  EXPECT_EQ(Forward(*router, tokens, 0, 4).status().ToString(),
+            "UNAVAILABLE: layer 1: lost the server of experts 0-1: gone");
+}
+
+// Of servers that all have the shared experts, one that does not answer holds back only the calls
+// that it has got already.
+TEST(Layers, AStuckServerGetsNoMoreSharedRows) {
+  const auto checkpoint = Made(Dense(1));
+  const Tensor tokens = Tokens(DType::kF32, 20);
+  const Expected expected = Restate(*checkpoint, kLayer, tokens);
+  absl::Mutex mutex;
+  std::vector<std::pair<Store, ExpertSlice>> stuck;
+  std::vector<ExpertBackend::Done> unanswered;
+  const auto router =
+      Cluster(checkpoint, 3,
+              [&](size_t index, const Store& store, ExpertSlice slice, ExpertBackend::Done done) {
+                if (index != 1) return kAtOnce(index, store, std::move(slice), std::move(done));
+                absl::MutexLock lock(&mutex);
+                stuck.emplace_back(store, std::move(slice));
+                unanswered.push_back(std::move(done));
+              },
+              EngineKind::kGrouped, {.patience = absl::Milliseconds(20)});
+  std::thread first([&] { ExpectForward(*router, tokens, expected, 0, 20); });
+  const auto got_one = [&]() ABSL_SHARED_LOCKS_REQUIRED(mutex) { return !stuck.empty(); };
+  mutex.LockWhen(absl::Condition(&got_one));
+  mutex.Unlock();
+  absl::SleepFor(absl::Milliseconds(30));
+  for (int i = 0; i < 5; ++i) ExpectForward(*router, tokens, expected, i, 15);
+  mutex.Lock();
+  EXPECT_EQ(stuck.size(), 1u);
+  ExpertBackend::Done done = std::move(unanswered[0]);
+  mutex.Unlock();
+  std::move(done)(Compute(*stuck[0].first, stuck[0].second));
+  first.join();
+}
+
+TEST(Layers, NamesTheRowThatIsNotFinite) {
+  for (const LayerDescription& layer : {Dense(1), WithShared(Routed(), 1)}) {
+    const auto router = Cluster(Made(layer), 1, kAtOnce, EngineKind::kGrouped);
+    Tensor bad = Tokens(DType::kBF16, 30);
+    StoreFloat(DType::kBF16, bad.data(), 17 * kHidden + 4, INFINITY);
+    EXPECT_EQ(Forward(*router, Call(bad)).status().ToString(),
+              "INVALID_ARGUMENT: hidden_states: row 17 is not finite at column 4");
+  }
+}
+
+TEST(Layers, NoTokensNeedNothing) {
+  RouterOptions options;
+  options.startup_grace = absl::ZeroDuration();
+  for (const NamedLayer& named : Layers()) {
+    const auto router = MakeRouter(Made(named.layer), options);
+    const auto result = Forward(*router, Call(Tensor(DType::kF16, {0, kHidden})));
+    ASSERT_TRUE(result.ok()) << result.status();
+    EXPECT_THAT(result->output.shape(), ElementsAre(0, kHidden));
+    EXPECT_THAT(result->routing.topk_ids.shape(), ElementsAre(0, named.layer.router.top_k));
+  }
+}
+
+TEST(Layers, RefusesWhatIsNoLayer) {
+  const auto refusal = [](const LayerDescription& layer) {
+    return Router::Create(Made(layer), kNumerics, {}).status().ToString();
+  };
+  EXPECT_EQ(refusal(Dense(0)), "INVALID_ARGUMENT: layer 1: there are no experts");
+  LayerDescription layer = WithShared(Routed(), 1);
+  layer.shared.experts.hidden_size = kHidden + 1;
+  EXPECT_THAT(refusal(layer), HasSubstr("shared experts have another hidden_size"));
+  layer = Dense(1);
+  layer.router.top_k = 1;
+  EXPECT_THAT(refusal(layer), HasSubstr("top_k and identity_experts must be 0"));
+}
+
+}  // namespace
+}  // namespace expertmesh
