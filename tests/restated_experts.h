@@ -126,6 +126,11 @@ inline float RestatedProjection(const std::vector<float>& x, const RandomWeights
   return y;
 }
 
+// The same for plain weights.
+inline float RestatedChain(const std::vector<float>& x, const Tensor& weights, int64_t n) {
+  return RestatedProjection(x, {WeightFormat::kPlain, weights, Tensor()}, n);
+}
+
 inline float RestatedActivation(const ExpertDescriptor& descriptor, float g, float u) {
   const float limit = descriptor.activation_limit;
   const float low_g = g < limit ? g : limit;
