@@ -53,15 +53,13 @@ INLINE void AddScaled(const TileArgs& args, const std::byte* scales, bool from_z
   }
 }
 
-// acc += w[2k + 1] x[2k + 1], then += w[2k] x[2k], for 16 columns. kScaled: lines of 128 k share
-// scales.
-template <bool kScaled, int kRows, int kPanels>
+// acc += w[2k + 1] x[2k + 1], then += w[2k] x[2k], for 16 columns.
+template <int kRows, int kPanels>
 DOT_PRODUCT_TARGET KERNEL_NOINLINE void Tile(const TileArgs& args) {
   __m512 acc[kPanels][kRows];
   UNROLL for (int p = 0; p < kPanels; ++p) {
     UNROLL for (int r = 0; r < kRows; ++r) {
-      acc[p][r] =
-          kScaled || args.from_zero ? _mm512_setzero_ps() : _mm512_load_ps(SumsOf(args, p, r));
+      acc[p][r] = args.from_zero ? _mm512_setzero_ps() : _mm512_load_ps(SumsOf(args, p, r));
     }
   }
   const std::byte* line = args.weights;
@@ -70,9 +68,6 @@ DOT_PRODUCT_TARGET KERNEL_NOINLINE void Tile(const TileArgs& args) {
   const int64_t x_stride = args.x_stride;
   const std::byte* prefetch = args.prefetch;
   int64_t countdown = args.prefetch_every;
-  const std::byte* scales = args.scales;
-  bool from_zero = args.from_zero;
-  int64_t left_of_block = kFp8BlockK / 2;
   for (int64_t lines = args.lines; lines > 0; --lines) {
     if (--countdown == 0) {
       countdown = args.prefetch_every;
@@ -91,19 +86,9 @@ DOT_PRODUCT_TARGET KERNEL_NOINLINE void Tile(const TileArgs& args) {
     }
     line += kLineBytes;
     x += 2 * sizeof(uint16_t);
-    if constexpr (kScaled) {
-      if (--left_of_block == 0 || lines == 1) {
-        AddScaled<kRows, kPanels>(args, scales, from_zero, acc);
-        left_of_block = kFp8BlockK / 2;
-        scales += kLineBytes;
-        from_zero = false;
-      }
-    }
   }
-  if constexpr (!kScaled) {
-    UNROLL for (int p = 0; p < kPanels; ++p) {
-      UNROLL for (int r = 0; r < kRows; ++r) _mm512_store_ps(SumsOf(args, p, r), acc[p][r]);
-    }
+  UNROLL for (int p = 0; p < kPanels; ++p) {
+    UNROLL for (int r = 0; r < kRows; ++r) _mm512_store_ps(SumsOf(args, p, r), acc[p][r]);
   }
 }
 
@@ -164,7 +149,8 @@ struct LinesMxfp4 {
   }
 };
 
-// Few rows: a whole block from its first line on, widened in registers. kScaled as for Tile.
+// Few rows: a whole block from its first line on, widened in registers. kScaled: the lines of a
+// scale have chains of their own (kFp8Block128).
 template <class Lines, bool kScaled, int kRows, int kPanels>
 DOT_PRODUCT_TARGET KERNEL_NOINLINE void WideningTile(const TileArgs& args) {
   __m512 acc[kPanels][kRows];
@@ -247,10 +233,10 @@ KERNEL_NOINLINE KERNEL_FMA float PairChain(uint32_t a, uint32_t b, float acc) {
 
 using RowsLess1 = std::make_integer_sequence<int, kMaxTileRows>;
 
-template <bool kScaled, int... kRowsLess1>
+template <int... kRowsLess1>
 Tiles MakeTiles(std::integer_sequence<int, kRowsLess1...> /*rows*/) {
   Tiles tiles;
-  ((tiles.tile[kRowsLess1 + 1] = Tile<kScaled, kRowsLess1 + 1, kBlockPanels>), ...);
+  ((tiles.tile[kRowsLess1 + 1] = Tile<kRowsLess1 + 1, kBlockPanels>), ...);
   for (int& panels : tiles.panels) panels = kBlockPanels;
   return tiles;
 }
@@ -263,7 +249,7 @@ TileKernels MakeQuantised(int64_t chunk_k, std::integer_sequence<int, kRowsLess1
    ...);
   for (int& panels : kernels.single_pass.panels) panels = kBlockPanels;
   kernels.single_pass_rows = 6;
-  kernels.chunked = MakeTiles<kScaled>(rows);
+  kernels.chunked = MakeTiles(rows);
   kernels.chunk_lines = chunk_k / (2 * Lines::kWords);
   kernels.widen = WidenLines<Lines>;
   return kernels;
@@ -273,7 +259,7 @@ TileKernels MakeQuantised(int64_t chunk_k, std::integer_sequence<int, kRowsLess1
 
 void AddDotProductKernels(Kernels* kernels) {
   const RowsLess1 rows;
-  kernels->bf16_pairs.single_pass = MakeTiles<false>(rows);
+  kernels->bf16_pairs.single_pass = MakeTiles(rows);
   kernels->bf16_pairs.single_pass_rows = 6;
   kernels->bf16_pairs.chunked = kernels->bf16_pairs.single_pass;
   kernels->bf16_pairs.chunk_lines = 1024;

@@ -35,8 +35,8 @@ const TileKernels& TilesFor(const Kernels& kernels, WeightFormat format, DType w
 int64_t ChunkLines(const PackedWeights& weights, const TileKernels& tiles, int64_t wanted) {
   const int64_t lines = wanted < 0 ? tiles.chunk_lines : wanted;
   if (tiles.widen == nullptr) return lines;
-  const int64_t scale_k = weights.format() == WeightFormat::kFp8Block128 ? kFp8BlockK : kMxBlockK;
-  const int64_t multiple = scale_k / weights.k_per_line();
+  if (weights.format() == WeightFormat::kFp8Block128) return kFp8BlockK / weights.k_per_line();
+  const int64_t multiple = kMxBlockK / weights.k_per_line();
   const int64_t most = kMaxWidenedK / weights.k_per_line();
   return std::clamp((lines + multiple - 1) / multiple * multiple, multiple, most);
 }
@@ -148,6 +148,8 @@ void GroupedGemm::RunTiles(const Task& task, const Task& next, std::byte* scratc
     return;
   }
 
+  const bool blocks = weights.format() == WeightFormat::kFp8Block128;
+  alignas(kLineBytes) float chains[kBlockPanels * kMaxTileRows * kPanelColumns];
   // Lines of BF16 that a line of quantised weights becomes.
   const int64_t widened = tiles_.widen == nullptr ? 1 : weights.k_per_line() / 2;
   std::byte* const wide = scratch + kGemmSumBytes;
@@ -174,19 +176,23 @@ void GroupedGemm::RunTiles(const Task& task, const Task& next, std::byte* scratc
     int64_t fetched = 0;
     int64_t row = 0;
     tile.lines = count * widened;
-    tile.from_zero = line == 0;
+    tile.from_zero = blocks || line == 0;
     for (int64_t t = 0; t < num_tiles; ++t) {
       const int64_t tile_rows = height + (t < higher ? 1 : 0);
       const int panels = tiles_.chunked.panels[tile_rows];
+      if (blocks) tile.c_stride = tile_rows * kPanelColumns;
       const int64_t share = count * (t + 1) / num_tiles - fetched;
       tile.x = x + row * row_bytes_ + line * line_of_x;
       tile.prefetch_every = share > 0 ? std::max<int64_t>(1, tile.lines / share) : -1;
       for (int p = 0; p < kBlockPanels; p += panels) {
         tile.weights = source + p * tile.panel_bytes;
-        tile.scales = scales + p * panel_bytes;
         tile.prefetch = ahead + p * panel_bytes + fetched * kLineBytes;
-        tile.c = c + p * tile.c_stride + row * kPanelColumns;
+        tile.c = (blocks ? chains : c + row * kPanelColumns) + p * tile.c_stride;
         tiles_.chunked.tile[tile_rows](tile);
+      }
+      if (blocks) {
+        kernels_.add_scaled_chains(chains, tile_rows, scales, panel_bytes, line == 0,
+                                   c + row * kPanelColumns, rows * kPanelColumns);
       }
       fetched += share;
       row += tile_rows;

@@ -64,7 +64,7 @@ class GroupedGemm {
   struct Tuning {
     int64_t max_tile_rows = kMaxTileRows;
     int64_t single_pass_rows = -1;  // -1: what suits the instruction set
-    int64_t chunk_lines = -1;       // the same; rounded up to whole scales of quantised weights
+    int64_t chunk_lines = -1;       // the same; whole scales of quantised weights, one of blocks
   };
 
   struct Args {

@@ -131,15 +131,13 @@ HWY_INLINE void StoreSums(const TileArgs& args, const VF (&acc)[kPanels][kRows][
   }
 }
 
-// kScaled: BF16 lines of 128 k share scales (kFp8Block128).
-template <class Lines, bool kScaled, int kRows, int kPanels>
+template <class Lines, int kRows, int kPanels>
 HWY_NOINLINE void Tile(const TileArgs& args) {
   VF acc[kPanels][kRows][kVectors];
   UNROLL for (int p = 0; p < kPanels; ++p) {
     UNROLL for (int r = 0; r < kRows; ++r) {
       UNROLL for (int v = 0; v < kVectors; ++v) {
-        acc[p][r][v] =
-            kScaled || args.from_zero ? hn::Zero(F()) : hn::Load(F(), SumsOf(args, p, r, v));
+        acc[p][r][v] = args.from_zero ? hn::Zero(F()) : hn::Load(F(), SumsOf(args, p, r, v));
       }
     }
   }
@@ -149,9 +147,6 @@ HWY_NOINLINE void Tile(const TileArgs& args) {
   const int64_t x_stride = args.x_stride / static_cast<int64_t>(sizeof(float));
   const std::byte* prefetch = args.prefetch;
   int64_t countdown = args.prefetch_every;
-  const std::byte* scales = args.scales;
-  bool from_zero = args.from_zero;
-  int64_t left_of_block = kFp8BlockK / Lines::kSteps;
   for (int64_t lines = args.lines; lines > 0; --lines) {
     if (--countdown == 0) {
       countdown = args.prefetch_every;
@@ -193,16 +188,8 @@ HWY_NOINLINE void Tile(const TileArgs& args) {
     }
     line += kLineBytes;
     x += Lines::kSteps;
-    if constexpr (kScaled) {
-      if (--left_of_block == 0 || lines == 1) {
-        AddScaled<kRows, kPanels>(args, scales, from_zero, acc);
-        left_of_block = kFp8BlockK / Lines::kSteps;
-        scales += kPanelColumns * sizeof(float);
-        from_zero = false;
-      }
-    }
   }
-  if constexpr (!kScaled) StoreSums<kRows, kPanels>(args, acc);
+  StoreSums<kRows, kPanels>(args, acc);
 }
 
 // ---- Quantised weights -------------------------------------------------------------------------
@@ -275,7 +262,8 @@ struct LinesMxfp4 {
   }
 };
 
-// Few rows: a whole block from its first line on, widened in registers. kScaled as for Tile.
+// Few rows: a whole block from its first line on, widened in registers. kScaled: the lines of a
+// scale have chains of their own (kFp8Block128).
 template <class Lines, bool kScaled, int kRows, int kPanels>
 HWY_NOINLINE void WideningTile(const TileArgs& args) {
   VF acc[kPanels][kRows][kVectors];
@@ -364,29 +352,29 @@ constexpr int PanelsFor(bool widened, int rows) {
   return rows == 2 || (rows == 3 && !widened) ? 2 : 1;
 }
 
-template <class Lines, bool kScaled, int kRows>
+template <class Lines, int kRows>
 void AddTile(Tiles& tiles) {
   constexpr int kPanels = PanelsFor(Lines::kSteps > 1, kRows);
-  tiles.tile[kRows] = Tile<Lines, kScaled, kRows, kPanels>;
+  tiles.tile[kRows] = Tile<Lines, kRows, kPanels>;
   tiles.panels[kRows] = kPanels;
 }
 
-template <class Lines, bool kScaled>
+template <class Lines>
 Tiles MakeTiles() {
   Tiles tiles;
-  AddTile<Lines, kScaled, 1>(tiles);
-  AddTile<Lines, kScaled, 2>(tiles);
-  AddTile<Lines, kScaled, 3>(tiles);
-  AddTile<Lines, kScaled, 4>(tiles);
-  AddTile<Lines, kScaled, 5>(tiles);
-  AddTile<Lines, kScaled, 6>(tiles);
+  AddTile<Lines, 1>(tiles);
+  AddTile<Lines, 2>(tiles);
+  AddTile<Lines, 3>(tiles);
+  AddTile<Lines, 4>(tiles);
+  AddTile<Lines, 5>(tiles);
+  AddTile<Lines, 6>(tiles);
   return tiles;
 }
 
 template <class Lines>
 TileKernels MakePlain() {
   TileKernels kernels;
-  kernels.single_pass = MakeTiles<Lines, false>();
+  kernels.single_pass = MakeTiles<Lines>();
   kernels.single_pass_rows = kManyRegisters ? 6 : 2;
   kernels.chunked = kernels.single_pass;
   kernels.chunk_lines = kManyRegisters ? 1024 : 512;
@@ -410,7 +398,7 @@ TileKernels MakeQuantised(int64_t chunk_k) {
   AddWideningTile<Lines, kScaled, 5>(kernels.single_pass);
   AddWideningTile<Lines, kScaled, 6>(kernels.single_pass);
   kernels.single_pass_rows = 3;
-  kernels.chunked = MakeTiles<LinesBF16, kScaled>();
+  kernels.chunked = MakeTiles<LinesBF16>();
   kernels.chunk_lines = chunk_k / (2 * Lines::kWords);
   kernels.widen = WidenLines<Lines>;
   return kernels;
@@ -694,6 +682,22 @@ HWY_NOINLINE void Combine(const CombineRows& token, DType out_dtype, int64_t n, 
   }
 }
 
+HWY_NOINLINE void AddScaledChains(const float* chains, int64_t rows, const std::byte* scales,
+                                  int64_t scale_bytes, bool from_zero, float* c, int64_t c_stride) {
+  for (int p = 0; p < kBlockPanels; ++p) {
+    const auto* scale = reinterpret_cast<const float*>(scales + p * scale_bytes);
+    for (int v = 0; v < kPanelColumns; v += kLanes) {
+      const VF s = hn::Load(F(), scale + v);
+      for (int64_t r = 0; r < rows; ++r) {
+        float* const sums = c + p * c_stride + r * kPanelColumns + v;
+        const VF chain = hn::Load(F(), chains + (p * rows + r) * kPanelColumns + v);
+        const VF sum = from_zero ? hn::Zero(F()) : hn::Load(F(), sums);
+        hn::Store(hn::MulAdd(chain, s, sum), F(), sums);
+      }
+    }
+  }
+}
+
 HWY_NOINLINE void ScaleColumns(const std::byte* scales, int64_t scale_bytes, int64_t rows,
                                float* c) {
   for (int p = 0; p < kBlockPanels; ++p) {
@@ -857,6 +861,7 @@ Kernels MakeKernels() {
   kernels.fp8_block = MakeQuantised<LinesFp8, true>(kFp8BlockK);
   kernels.fp8 = MakeQuantised<LinesFp8, false>(256);
   kernels.mxfp4 = MakeQuantised<LinesMxfp4, false>(256);
+  kernels.add_scaled_chains = AddScaledChains;
   kernels.scale_columns = ScaleColumns;
   kernels.pack_lines = PackLines;
   kernels.widen = Widen;

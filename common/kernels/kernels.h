@@ -47,8 +47,7 @@ struct TileArgs {
   int64_t c_stride = 0;  // floats from a panel to the next
   int64_t lines = 0;
   bool from_zero = true;  // the chains start here; else they go on from c
-  // Scales of the first panel from the first line on, as in the head of a panel (kFp8Block128 and
-  // kMxfp4; the first line is the first of a block); scale_bytes from a panel to the next.
+  // Quantised weights: the head of the first panel; scale_bytes from a panel to the next.
   const std::byte* scales = nullptr;
   int64_t scale_bytes = 0;
   // One line of each panel is fetched into the cache every prefetch_every lines (-1: never).
@@ -74,7 +73,8 @@ struct TileKernels {
   Tiles chunked;
   int64_t chunk_lines = 0;
   // Quantised weights: the chunked tiles read BF16 lines, which this makes of `lines` lines of one
-  // panel from the first of a scale on.
+  // panel from the first of a scale on. A chunk of kFp8Block128 is one block, whose chains
+  // add_scaled_chains adds to the sums.
   void (*widen)(const std::byte* from, const std::byte* scales, int64_t lines,
                 std::byte* to) = nullptr;
 
@@ -111,6 +111,11 @@ struct Kernels {
   TileKernels fp8_block_pairs;
   TileKernels fp8_pairs;
   TileKernels mxfp4_pairs;
+
+  // c[p][r] = fma(chains[p][r], scales of panel p, c[p][r]), or from zero; scales as for
+  // scale_columns. chains: [4][rows][16], c: [4] panels of [rows][16], c_stride floats apart.
+  void (*add_scaled_chains)(const float* chains, int64_t rows, const std::byte* scales,
+                            int64_t scale_bytes, bool from_zero, float* c, int64_t c_stride);
 
   // c[p][r] *= scales of panel p, fp32 [16] each, scale_bytes apart. c: [4][rows][16].
   void (*scale_columns)(const std::byte* scales, int64_t scale_bytes, int64_t rows, float* c);
