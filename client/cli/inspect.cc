@@ -33,6 +33,7 @@ nlohmann::ordered_json Describe(const LayerDescription& layer, const Checkpoint&
   if (moe) {
     out["intermediate_size"] = layer.experts.intermediate_size;
     out["weight_dtype"] = NameOf(layer.experts.weight_dtype);
+    out["weight_format"] = NameOf(layer.experts.weight_format);
     out["format"] = "native";
     out["expert_bytes"] = checkpoint.ExpertBytes(layer.layer);
   }
@@ -41,6 +42,7 @@ nlohmann::ordered_json Describe(const LayerDescription& layer, const Checkpoint&
     out["shared_experts"] = {{"count", layer.shared.count},
                              {"intermediate_size", layer.shared.experts.intermediate_size},
                              {"weight_dtype", NameOf(layer.shared.experts.weight_dtype)},
+                             {"weight_format", NameOf(layer.shared.experts.weight_format)},
                              {"format", "native"},
                              {"expert_bytes", BytesOfExpert(layer.shared.experts)}};
   }
@@ -70,24 +72,31 @@ nlohmann::ordered_json Describe(const Checkpoint& checkpoint,
   return out;
 }
 
+// What the weights are stored as.
+std::string Stored(const ExpertDescriptor& experts) {
+  return experts.weight_format == WeightFormat::kPlain
+             ? NameOf(experts.weight_dtype)
+             : absl::StrCat(NameOf(experts.weight_dtype), " (", NameOf(experts.weight_format), ")");
+}
+
 // A layer in words.
 std::string InWords(const LayerDescription& layer, const Checkpoint& checkpoint) {
   std::string text = absl::StrCat("hidden_size ", layer.experts.hidden_size);
   const ExpertDescriptor& shared = layer.shared.experts;
   if (layer.kind == LayerKind::kDense) {
     return absl::StrCat(text, ", dense, intermediate_size ", shared.intermediate_size, ", ",
-                        NameOf(shared.weight_dtype), ", ", HumanBytes(BytesOfExpert(shared)));
+                        Stored(shared), ", ", HumanBytes(BytesOfExpert(shared)));
   }
   absl::StrAppend(&text, ", intermediate_size ", layer.experts.intermediate_size, ", ",
                   layer.router.num_experts, " experts, top-", layer.router.top_k, ", ",
-                  NameOf(layer.experts.weight_dtype), ", ",
-                  HumanBytes(checkpoint.ExpertBytes(layer.layer)), " an expert");
+                  Stored(layer.experts), ", ", HumanBytes(checkpoint.ExpertBytes(layer.layer)),
+                  " an expert");
   if (layer.router.identity_experts > 0) {
     absl::StrAppend(&text, ", ", layer.router.identity_experts, " that return their input");
   }
   if (layer.shared.count > 0) {
     absl::StrAppend(&text, "; ", layer.shared.count, " shared of intermediate_size ",
-                    shared.intermediate_size, ", ", NameOf(shared.weight_dtype), ", ",
+                    shared.intermediate_size, ", ", Stored(shared), ", ",
                     HumanBytes(BytesOfExpert(shared)));
   }
   return text;

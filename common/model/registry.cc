@@ -1100,13 +1100,11 @@ absl::StatusOr<std::vector<KindOfLayer>> Kinds(const json& config, const Family&
   return kinds;
 }
 
-absl::Status RefuseQuantized(const json& config) {
-  const json* quantization = Look(config, "quantization_config");
-  if (quantization == nullptr) return absl::OkStatus();
-  const json* method = quantization->is_object() ? Look(*quantization, "quant_method") : nullptr;
-  return absl::UnimplementedError(absl::StrCat("quantization_config: quant_method ",
-                                               method != nullptr ? method->dump() : "(none)",
-                                               " is not supported"));
+absl::Status DescribeQuantization(const json& config, Quantization* quantization) {
+  const json* const object = Look(config, "quantization_config");
+  if (object == nullptr) return absl::OkStatus();
+  ASSIGN_OR_RETURN(*quantization, ReadQuantizationConfig(*object));
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -1146,7 +1144,8 @@ absl::StatusOr<DescribedModel> DescribeModel(const json& config,
     return absl::UnimplementedError(
         absl::StrCat("model_type: '", family->model_type, "' is not supported: ", family->refused));
   }
-  RETURN_IF_ERROR(RefuseQuantized(config));
+  DescribedModel model;
+  RETURN_IF_ERROR(DescribeQuantization(config, &model.quantization));
   const json* section = &config;
   if (!section_name.empty()) {
     section = Look(config, section_name);
@@ -1154,10 +1153,9 @@ absl::StatusOr<DescribedModel> DescribeModel(const json& config,
       return Invalid(section_name, "an object",
                      section == nullptr ? "nothing" : section->type_name());
     }
-    RETURN_IF_ERROR(RefuseQuantized(*section));
+    RETURN_IF_ERROR(DescribeQuantization(*section, &model.quantization));
   }
 
-  DescribedModel model;
   model.family = &*family;
   model.description.model_type = model_type;
   ASSIGN_OR_RETURN(const std::vector<KindOfLayer> kinds, Kinds(*section, *family));

@@ -13,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "common/model/description.h"
+#include "common/model/quantization.h"
 #include "nlohmann/json_fwd.hpp"
 
 namespace expertmesh {
@@ -149,8 +150,9 @@ absl::Span<const Family> BuiltInFamilies();
 // A configuration, understood.
 struct DescribedModel {
   const Family* family = nullptr;  // one of those given
-  // weight_dtype of the layers is not known yet: the files say it.
+  // weight_dtype and weight_format of the layers are not known yet: the files say them.
   ModelDescription description;
+  Quantization quantization;
 };
 
 // Reads a parsed config.json. INVALID_ARGUMENT (a key that is missing, of the wrong type or
