@@ -47,6 +47,34 @@ float FloatFromF16(uint16_t bits) {
   return std::bit_cast<float>(sign | ((exponent + 112u) << 23) | (mantissa << 13));
 }
 
+float FloatFromE4M3(uint8_t code) {
+  const uint32_t sign = static_cast<uint32_t>(code & 0x80u) << 24;
+  const uint32_t exponent = (code >> 3) & 0xfu;
+  const uint32_t mantissa = code & 0x7u;
+  if (IsNaNE4M3(code)) return std::bit_cast<float>(sign | 0x7fc00000u);
+  if (exponent == 0) {  // multiples of 2^-9
+    const float value = static_cast<float>(mantissa) * 0x1p-9f;
+    return sign != 0 ? -value : value;
+  }
+  return std::bit_cast<float>(sign | ((exponent + 120u) << 23) | (mantissa << 20));
+}
+
+float FloatFromE8M0(uint8_t code) {
+  if (code == 0xff) return std::bit_cast<float>(0x7fc00000u);
+  if (code == 0) return std::bit_cast<float>(0x00400000u);  // 2^-127 is denormal
+  return std::bit_cast<float>(static_cast<uint32_t>(code) << 23);
+}
+
+float FloatFromMxfp4(uint8_t code, uint8_t scale) {
+  constexpr double kMagnitudes[8] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+  const double magnitude = kMagnitudes[code & 7];
+  if (magnitude == 0 || (scale == 0 && magnitude == 0.5)) return 0.0f;
+  // In double, where nothing here is denormal.
+  const double power = std::bit_cast<double>(static_cast<uint64_t>(scale + 1023 - 127) << 52);
+  const auto value = static_cast<float>(magnitude * power);
+  return (code & 8) != 0 ? -value : value;
+}
+
 uint16_t F16FromFloat(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);

@@ -77,6 +77,20 @@ float FloatFromF16(uint16_t bits);
 // Round to nearest, ties to even, with gradual underflow. NaN becomes a quiet NaN.
 uint16_t F16FromFloat(float value);
 
+// Exact; 0x7f and 0xff are NaN, there is no infinity.
+float FloatFromE4M3(uint8_t code);
+constexpr bool IsNaNE4M3(uint8_t code) { return (code & 0x7f) == 0x7f; }
+
+// 2^(code - 127); 255 is NaN.
+float FloatFromE8M0(uint8_t code);
+
+// What an MXFP4 weight counts as: the e2m1 value of the low four bits of `code` times 2^(scale -
+// 127), exact in bf16. Without a sign where it is zero: the code -0, and codes of +-0.5 at scale 0.
+// A result below 2^-126 may be denormal or zero, which are the same to the arithmetic. scale is at
+// most kMaxMxfp4Scale, beyond which values may not be finite.
+float FloatFromMxfp4(uint8_t code, uint8_t scale);
+constexpr uint8_t kMaxMxfp4Scale = 252;
+
 // Element `index` of an F32, BF16 or F16 array, widened to float.
 inline float LoadFloat(DType dtype, const void* data, int64_t index) {
   switch (dtype) {

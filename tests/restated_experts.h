@@ -3,6 +3,7 @@
 // elementary functions. For tests.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <random>
 #include <vector>
@@ -24,7 +25,7 @@ inline const std::vector<Activation>& AllActivations() {
 }
 
 // Limits are low, so that many values of ordinary size pass them.
-inline ExpertDescriptor Expert(Activation activation, bool has_bias, DType dtype,
+inline ExpertDescriptor Expert(Activation activation, bool has_bias, const WeightType& type,
                                int64_t hidden_size, int64_t intermediate_size) {
   ExpertDescriptor descriptor;
   descriptor.hidden_size = hidden_size;
@@ -34,7 +35,8 @@ inline ExpertDescriptor Expert(Activation activation, bool has_bias, DType dtype
   descriptor.activation_limit = 0.75f;
   descriptor.gated = activation != Activation::kRelu2;
   descriptor.has_bias = has_bias;
-  descriptor.weight_dtype = dtype;
+  descriptor.weight_dtype = type.dtype;
+  descriptor.weight_format = type.format;
   return descriptor;
 }
 
@@ -42,10 +44,14 @@ inline ExpertWeights RandomExpert(const ExpertDescriptor& descriptor, float scal
                                   std::mt19937& rng) {
   const int64_t rows = descriptor.intermediate_size * (descriptor.gated ? 2 : 1);
   ExpertWeights weights;
-  weights.gate_up =
-      RandomTensor(descriptor.weight_dtype, {rows, descriptor.hidden_size}, scale, rng);
-  weights.down = RandomTensor(descriptor.weight_dtype,
-                              {descriptor.hidden_size, descriptor.intermediate_size}, scale, rng);
+  const WeightType type(descriptor.weight_format, descriptor.weight_dtype);
+  const RandomWeights gate_up = MakeWeights(type, rows, descriptor.hidden_size, scale, rng);
+  const RandomWeights down =
+      MakeWeights(type, descriptor.hidden_size, descriptor.intermediate_size, scale, rng);
+  weights.gate_up = gate_up.values;
+  weights.gate_up_scales = gate_up.scales;
+  weights.down = down.values;
+  weights.down_scales = down.scales;
   if (descriptor.has_bias) {
     weights.gate_up_bias = RandomTensor(DType::kF32, {rows}, scale, rng);
     weights.down_bias = RandomTensor(DType::kF32, {descriptor.hidden_size}, scale, rng);
@@ -53,19 +59,76 @@ inline ExpertWeights RandomExpert(const ExpertDescriptor& descriptor, float scal
   return weights;
 }
 
-// One chain of fused multiply-adds, by the order of the weight format.
-inline float RestatedChain(const std::vector<float>& x, const Tensor& weights, int64_t n) {
-  const int64_t columns = weights.dim(1);
-  const int64_t swap = weights.dtype() == DType::kF32 ? 0 : 1;  // the odd one of a pair first
+// Weight [n, k], unscaled for fp8.
+inline float RestatedWeight(const RandomWeights& weights, int64_t n, int64_t k) {
+  const int64_t columns = weights.View().k();
+  const auto byte = [&](int64_t i) { return int{weights.values.as<uint8_t>()[i]}; };
+  switch (weights.format) {
+    case WeightFormat::kPlain:
+      return LoadFloat(weights.values.dtype(), weights.values.data(), n * columns + k);
+    case WeightFormat::kMxfp4: {
+      const double magnitudes[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+      const int code = byte((n * columns + k) / 2) >> (k % 2 * 4) & 15;
+      const int scale = weights.scales.as<uint8_t>()[n * weights.scales.dim(1) + k / 32];
+      const auto magnitude = static_cast<float>(std::ldexp(magnitudes[code & 7], scale - 127));
+      return code > 8 ? -magnitude : magnitude;
+    }
+    default: {
+      const int code = byte(n * columns + k);
+      const int exponent = code >> 3 & 15;
+      const int mantissa = code & 7;
+      const double magnitude =
+          exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
+      return static_cast<float>(code >= 128 ? -magnitude : magnitude);
+    }
+  }
+}
+
+// One chain over [begin, end), by the order of the weight format.
+inline float RestatedChain(const std::vector<float>& x, const RandomWeights& weights, int64_t n,
+                           int64_t begin, int64_t end) {
+  std::vector<int64_t> order;
+  if (weights.values.dtype() == DType::kF32) {
+    for (int64_t k = begin; k < end; ++k) order.push_back(k);
+  } else {
+    const int64_t pad = weights.format == WeightFormat::kPlain   ? 2
+                        : weights.format == WeightFormat::kMxfp4 ? 8
+                                                                 : 4;
+    for (int64_t k = begin; k < end || (k - begin) % pad != 0; k += 2) {
+      order.push_back(k + 1);  // may be a zero that pads
+      order.push_back(k);
+    }
+  }
   volatile float sum = 0.0f;
-  for (int64_t i = 0; i < columns + (columns & swap); ++i) {
-    const int64_t k = i ^ swap;  // may be the zero that pads an odd width
-    const float a = k < columns ? x[k] : 0.0f;
-    const float w =
-        k < columns ? LoadFloat(weights.dtype(), weights.data(), n * columns + k) : 0.0f;
-    sum = fmaf(a, w, sum);
+  for (const int64_t k : order) {
+    sum = k < end ? fmaf(x[k], RestatedWeight(weights, n, k), sum) : fmaf(0.0f, 0.0f, sum);
   }
   return sum;
+}
+
+// Output n of a projection.
+inline float RestatedProjection(const std::vector<float>& x, const RandomWeights& weights,
+                                int64_t n) {
+  const int64_t columns = weights.View().k();
+  const float* const scales = weights.scales.as<float>();
+  if (weights.format == WeightFormat::kFp8Row) {
+    volatile float chain = RestatedChain(x, weights, n, 0, columns);
+    return chain * scales[n];
+  }
+  if (weights.format != WeightFormat::kFp8Block128) return RestatedChain(x, weights, n, 0, columns);
+  volatile float y = 0.0f;
+  const int64_t blocks = weights.scales.dim(1);
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t begin = 128 * block;
+    const int64_t end = std::min(columns, begin + 128);
+    y = fmaf(RestatedChain(x, weights, n, begin, end), scales[n * blocks + block], y);
+  }
+  return y;
+}
+
+// The same for plain weights.
+inline float RestatedChain(const std::vector<float>& x, const Tensor& weights, int64_t n) {
+  return RestatedProjection(x, {WeightFormat::kPlain, weights, Tensor()}, n);
 }
 
 inline float RestatedActivation(const ExpertDescriptor& descriptor, float g, float u) {
@@ -134,20 +197,21 @@ inline std::vector<float> RestatedExpert(const ExpertDescriptor& descriptor,
                                          const std::vector<float>& x) {
   const int64_t width = descriptor.intermediate_size;
   std::vector<float> h(width), y(descriptor.hidden_size);
-  const auto row = [&](const Tensor& matrix, const Tensor& bias, const std::vector<float>& in,
-                       int64_t n) {
-    volatile float sum = RestatedChain(in, matrix, n);
+  const RandomWeights gate_up = {descriptor.weight_format, weights.gate_up, weights.gate_up_scales};
+  const RandomWeights down = {descriptor.weight_format, weights.down, weights.down_scales};
+  const auto row = [&](const RandomWeights& matrix, const Tensor& bias,
+                       const std::vector<float>& in, int64_t n) {
+    volatile float sum = RestatedProjection(in, matrix, n);
     if (descriptor.has_bias) sum = sum + bias.as<float>()[n];
     return sum;
   };
   for (int64_t f = 0; f < width; ++f) {
-    const float g = row(weights.gate_up, weights.gate_up_bias, x, f);
-    const float u =
-        descriptor.gated ? row(weights.gate_up, weights.gate_up_bias, x, width + f) : 0.0f;
+    const float g = row(gate_up, weights.gate_up_bias, x, f);
+    const float u = descriptor.gated ? row(gate_up, weights.gate_up_bias, x, width + f) : 0.0f;
     h[f] = RoundRow(request, RestatedActivation(descriptor, g, u));
   }
   for (int64_t d = 0; d < descriptor.hidden_size; ++d) {
-    y[d] = RoundRow(request, row(weights.down, weights.down_bias, h, d));
+    y[d] = RoundRow(request, row(down, weights.down_bias, h, d));
   }
   return y;
 }

@@ -1,9 +1,10 @@
 // expertmesh inspect: what a model folder is.
 #include <algorithm>
 #include <cstdio>
-#include <map>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "client/cli/commands.h"
 #include "client/cli/common.h"
@@ -32,6 +33,7 @@ nlohmann::ordered_json Describe(const LayerDescription& layer, const Checkpoint&
   if (moe) {
     out["intermediate_size"] = layer.experts.intermediate_size;
     out["weight_dtype"] = NameOf(layer.experts.weight_dtype);
+    out["weight_format"] = NameOf(layer.experts.weight_format);
     out["format"] = "native";
     out["expert_bytes"] = checkpoint.ExpertBytes(layer.layer);
   }
@@ -40,6 +42,7 @@ nlohmann::ordered_json Describe(const LayerDescription& layer, const Checkpoint&
     out["shared_experts"] = {{"count", layer.shared.count},
                              {"intermediate_size", layer.shared.experts.intermediate_size},
                              {"weight_dtype", NameOf(layer.shared.experts.weight_dtype)},
+                             {"weight_format", NameOf(layer.shared.experts.weight_format)},
                              {"format", "native"},
                              {"expert_bytes", BytesOfExpert(layer.shared.experts)}};
   }
@@ -69,24 +72,31 @@ nlohmann::ordered_json Describe(const Checkpoint& checkpoint,
   return out;
 }
 
+// What the weights are stored as.
+std::string Stored(const ExpertDescriptor& experts) {
+  return experts.weight_format == WeightFormat::kPlain
+             ? NameOf(experts.weight_dtype)
+             : absl::StrCat(NameOf(experts.weight_dtype), " (", NameOf(experts.weight_format), ")");
+}
+
 // A layer in words.
 std::string InWords(const LayerDescription& layer, const Checkpoint& checkpoint) {
   std::string text = absl::StrCat("hidden_size ", layer.experts.hidden_size);
   const ExpertDescriptor& shared = layer.shared.experts;
   if (layer.kind == LayerKind::kDense) {
     return absl::StrCat(text, ", dense, intermediate_size ", shared.intermediate_size, ", ",
-                        NameOf(shared.weight_dtype), ", ", HumanBytes(BytesOfExpert(shared)));
+                        Stored(shared), ", ", HumanBytes(BytesOfExpert(shared)));
   }
   absl::StrAppend(&text, ", intermediate_size ", layer.experts.intermediate_size, ", ",
                   layer.router.num_experts, " experts, top-", layer.router.top_k, ", ",
-                  NameOf(layer.experts.weight_dtype), ", ",
-                  HumanBytes(checkpoint.ExpertBytes(layer.layer)), " an expert");
+                  Stored(layer.experts), ", ", HumanBytes(checkpoint.ExpertBytes(layer.layer)),
+                  " an expert");
   if (layer.router.identity_experts > 0) {
     absl::StrAppend(&text, ", ", layer.router.identity_experts, " that return their input");
   }
   if (layer.shared.count > 0) {
     absl::StrAppend(&text, "; ", layer.shared.count, " shared of intermediate_size ",
-                    shared.intermediate_size, ", ", NameOf(shared.weight_dtype), ", ",
+                    shared.intermediate_size, ", ", Stored(shared), ", ",
                     HumanBytes(BytesOfExpert(shared)));
   }
   return text;
@@ -104,14 +114,17 @@ void Print(const Checkpoint& checkpoint, const std::vector<ExpertStore::Held>& s
   std::printf("layers       %zu of %d have experts: %s\n", moe.size(), model.num_hidden_layers,
               IdRanges(moe).c_str());
   if (!dense.empty()) {
-    std::printf("             %zu are dense and served too: %s\n", dense.size(),
-                IdRanges(dense).c_str());
+    std::printf("             %zu dense, served too: %s\n", dense.size(), IdRanges(dense).c_str());
   }
   // Layers that are alike share a line.
-  std::map<std::string, std::vector<int32_t>> alike;
+  std::vector<std::pair<std::string, std::vector<int32_t>>> alike;
   bool everywhere = false;  // some experts are on every server
   for (const LayerDescription& layer : model.layers) {
-    alike[InWords(layer, checkpoint)].push_back(layer.layer);
+    const std::string text = InWords(layer, checkpoint);
+    auto line = std::find_if(alike.begin(), alike.end(),
+                             [&](const auto& candidate) { return candidate.first == text; });
+    if (line == alike.end()) line = alike.insert(line, {text, {}});
+    line->second.push_back(layer.layer);
     everywhere |= layer.shared.count > 0;
   }
   for (const auto& [text, layers] : alike) {

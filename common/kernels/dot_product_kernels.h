@@ -5,8 +5,9 @@
 
 namespace expertmesh {
 
-// Tiles of BF16 weights and bf16 rows. To be called only where Isa::kAvx512Bf16 is supported.
-TileKernels MakeDotProductTiles();
+// Sets the kernels of bf16 rows; those of fp8 weights only where the processor also has
+// AVX512_VBMI, by which they are widened. To be called only where Isa::kAvx512Bf16 is supported.
+void AddDotProductKernels(Kernels* kernels);
 
 // True if the instruction, which is there, adds the product of the odd elements first, each rounded
 // once, with denormals as zero: what the bit contract relies on.

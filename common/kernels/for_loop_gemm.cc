@@ -1,5 +1,7 @@
 #include "common/kernels/for_loop_gemm.h"
 
+#include <algorithm>
+#include <array>
 #include <cmath>
 
 #include "common/numerics/flush_denormals.h"
@@ -11,50 +13,119 @@ namespace {
 // next. Each chain keeps its own order, so this changes no bit.
 constexpr int64_t kChains = 8;
 
-template <DType kWeights>
-KERNEL_NOINLINE KERNEL_FMA void MatVec(const float* x, const void* weights, int64_t rows,
-                                       int64_t columns, float* y) {
-  for (int64_t n0 = 0; n0 < rows; n0 += kChains) {
-    const int64_t chains = rows - n0 < kChains ? rows - n0 : kChains;
-    float sum[kChains] = {};
-    if constexpr (kWeights == DType::kF32) {
-      for (int64_t k = 0; k < columns; ++k) {
-        for (int64_t c = 0; c < chains; ++c) {
-          sum[c] = std::fma(x[k], LoadFloat(kWeights, weights, (n0 + c) * columns + k), sum[c]);
-        }
-      }
-    } else {
-      for (int64_t k = 0; k + 1 < columns; k += 2) {
-        for (int64_t c = 0; c < chains; ++c) {
-          const int64_t at = (n0 + c) * columns + k;
-          sum[c] = std::fma(x[k + 1], LoadFloat(kWeights, weights, at + 1), sum[c]);
-          sum[c] = std::fma(x[k], LoadFloat(kWeights, weights, at), sum[c]);
-        }
-      }
-      if (columns % 2 == 1) {
-        const int64_t k = columns - 1;
-        for (int64_t c = 0; c < chains; ++c) {
-          sum[c] = std::fma(0.0f, 0.0f, sum[c]);
-          sum[c] = std::fma(x[k], LoadFloat(kWeights, weights, (n0 + c) * columns + k), sum[c]);
-        }
+// sum[c] = the chain of row n0 + c over k in [begin, end), in pairs, with zero products up to a
+// multiple of `pad`.
+template <typename Weight>
+KERNEL_NOINLINE KERNEL_FMA void PairChains(const float* x, int64_t begin, int64_t end, int64_t pad,
+                                           int64_t n0, int64_t chains, const Weight& weight,
+                                           float* sum) {
+  std::fill_n(sum, chains, 0.0f);
+  const int64_t padded_end = begin + (end - begin + pad - 1) / pad * pad;
+  for (int64_t pair = begin; pair < padded_end; pair += 2) {
+    for (const int64_t k : {pair + 1, pair}) {
+      for (int64_t c = 0; c < chains; ++c) {
+        sum[c] = k < end ? std::fma(x[k], weight(n0 + c, k), sum[c]) : std::fma(0.0f, 0.0f, sum[c]);
       }
     }
-    for (int64_t c = 0; c < chains; ++c) y[n0 + c] = sum[c];
   }
+}
+
+template <typename Weight>
+void PairMatVec(const float* x, int64_t rows, int64_t columns, int64_t pad, const Weight& weight,
+                float* y) {
+  for (int64_t n = 0; n < rows; n += kChains) {
+    PairChains(x, 0, columns, pad, n, std::min(kChains, rows - n), weight, y + n);
+  }
+}
+
+KERNEL_NOINLINE KERNEL_FMA void F32MatVec(const float* x, const float* weights, int64_t rows,
+                                          int64_t columns, float* y) {
+  for (int64_t n0 = 0; n0 < rows; n0 += kChains) {
+    const int64_t chains = std::min(kChains, rows - n0);
+    float sum[kChains] = {};
+    for (int64_t k = 0; k < columns; ++k) {
+      for (int64_t c = 0; c < chains; ++c) {
+        sum[c] = std::fma(x[k], weights[(n0 + c) * columns + k], sum[c]);
+      }
+    }
+    std::copy_n(sum, chains, y + n0);
+  }
+}
+
+// y[n] = chain[n] * scales[n].
+KERNEL_NOINLINE void ScaleRows(const float* scales, int64_t rows, float* y) {
+  for (int64_t n = 0; n < rows; ++n) y[n] *= scales[n];
+}
+
+// y[c] = fma(chain[c], scales[c * stride], y[c]).
+KERNEL_NOINLINE KERNEL_FMA void AddScaled(const float* chain, const float* scales, int64_t stride,
+                                          int64_t chains, float* y) {
+  for (int64_t c = 0; c < chains; ++c) y[c] = std::fma(chain[c], scales[c * stride], y[c]);
+}
+
+template <typename Weight>
+void BlockMatVec(const float* x, int64_t rows, int64_t columns, const Weight& weight,
+                 const float* scales, float* y) {
+  const int64_t blocks = ScalesPerRow(WeightFormat::kFp8Block128, columns);
+  std::fill_n(y, rows, 0.0f);
+  for (int64_t n = 0; n < rows; n += kChains) {
+    const int64_t chains = std::min(kChains, rows - n);
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t begin = block * kFp8BlockK;
+      float chain[kChains];
+      PairChains(x, begin, std::min(columns, begin + kFp8BlockK), 4, n, chains, weight, chain);
+      AddScaled(chain, scales + n * blocks + block, blocks, chains, y + n);
+    }
+  }
+}
+
+std::array<float, 256> E4M3Values() {
+  std::array<float, 256> values;
+  for (int code = 0; code < 256; ++code) values[code] = FloatFromE4M3(static_cast<uint8_t>(code));
+  return values;
 }
 
 }  // namespace
 
-void ForLoopMatVec(const float* x, const TensorView& weights, float* y) {
-  const int64_t rows = weights.shape[0];
-  const int64_t columns = weights.shape[1];
-  switch (weights.dtype) {
-    case DType::kBF16:
-      return MatVec<DType::kBF16>(x, weights.data, rows, columns, y);
-    case DType::kF16:
-      return MatVec<DType::kF16>(x, weights.data, rows, columns, y);
+void ForLoopMatVec(const float* x, const WeightView& weights, float* y) {
+  static const std::array<float, 256> kE4M3 = E4M3Values();
+  const int64_t rows = weights.n();
+  const int64_t columns = weights.k();
+  const void* const data = weights.values.data;
+  const auto* const codes = static_cast<const uint8_t*>(data);
+  const auto e4m3 = [&](int64_t n, int64_t k) { return kE4M3[codes[n * columns + k]]; };
+  switch (weights.format) {
+    case WeightFormat::kFp8Block128:
+      return BlockMatVec(x, rows, columns, e4m3, static_cast<const float*>(weights.scales.data), y);
+    case WeightFormat::kFp8Row:
+      PairMatVec(x, rows, columns, 4, e4m3, y);
+      return ScaleRows(static_cast<const float*>(weights.scales.data), rows, y);
+    case WeightFormat::kMxfp4: {
+      const auto* const scales = static_cast<const uint8_t*>(weights.scales.data);
+      const int64_t blocks = ScalesPerRow(WeightFormat::kMxfp4, columns);
+      const auto mxfp4 = [&](int64_t n, int64_t k) {
+        const int byte = codes[(n * columns + k) / 2];
+        const auto code = static_cast<uint8_t>(k % 2 == 0 ? byte & 15 : byte >> 4);
+        return FloatFromMxfp4(code, scales[n * blocks + k / kMxBlockK]);
+      };
+      return PairMatVec(x, rows, columns, 8, mxfp4, y);
+    }
+    case WeightFormat::kPlain:
+      break;
+  }
+  switch (weights.values.dtype) {
+    case DType::kBF16: {
+      const auto* const words = static_cast<const uint16_t*>(data);
+      const auto bf16 = [&](int64_t n, int64_t k) { return FloatFromBF16(words[n * columns + k]); };
+      return PairMatVec(x, rows, columns, 2, bf16, y);
+    }
+    case DType::kF16: {
+      const auto* const words = static_cast<const uint16_t*>(data);
+      const auto f16 = [&](int64_t n, int64_t k) { return FloatFromF16(words[n * columns + k]); };
+      return PairMatVec(x, rows, columns, 2, f16, y);
+    }
     default:
-      return MatVec<DType::kF32>(x, weights.data, rows, columns, y);
+      return F32MatVec(x, static_cast<const float*>(data), rows, columns, y);
   }
 }
 

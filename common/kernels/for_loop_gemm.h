@@ -2,14 +2,16 @@
 // sharing nothing with the vector kernels.
 #pragma once
 
-#include "common/tensor.h"
+#include "common/weight_format.h"
 
 namespace expertmesh {
 
-// y[n] = sum over k of x[k] * weights[n, k]: one chain of fp32 fused multiply-adds from +0 for each
-// n. F32 weights: k ascending. BF16 and F16 weights: pairs of neighbouring k, the odd one first; an
-// odd number of k is padded with a zero product, which turns -0 into +0. x: [K], weights: [N, K],
-// y: [N]. Under ScopedFlushDenormals.
-void ForLoopMatVec(const float* x, const TensorView& weights, float* y);
+// y[n] = sum over k of x[k] * weights[n, k], each n a chain of fp32 fused multiply-adds from +0.
+// F32 weights: k ascending. All others: pairs of neighbouring k, the odd one first, padded with
+// zero products (which turn -0 into +0) to a multiple of 2 k (BF16, F16), 4 (fp8) or 8 (MXFP4).
+// kFp8Block128: one chain of the unscaled codes per 128 k, then y = fma(chain, scale, y) from +0,
+// blocks ascending. kFp8Row: one chain of the unscaled codes, then y = chain * scale. kMxfp4: the
+// chain of FloatFromMxfp4. x: [K], weights: [N, K], y: [N]. Under ScopedFlushDenormals.
+void ForLoopMatVec(const float* x, const WeightView& weights, float* y);
 
 }  // namespace expertmesh

@@ -13,10 +13,32 @@ constexpr int64_t kPrefetchAhead = 1024;
 // Rows computed between two questions whether anybody still waits: a few milliseconds at most.
 constexpr int64_t kStopInterval = 256;
 
-const TileKernels& TilesFor(const Kernels& kernels, DType weights, DType row_dtype) {
+const TileKernels& TilesFor(const Kernels& kernels, WeightFormat format, DType weights,
+                            DType row_dtype) {
+  const bool pairs = row_dtype == DType::kBF16;
+  switch (format) {
+    case WeightFormat::kFp8Block128:
+      return pairs ? kernels.fp8_block_pairs : kernels.fp8_block;
+    case WeightFormat::kFp8Row:
+      return pairs ? kernels.fp8_pairs : kernels.fp8;
+    case WeightFormat::kMxfp4:
+      return pairs ? kernels.mxfp4_pairs : kernels.mxfp4;
+    case WeightFormat::kPlain:
+      break;
+  }
   if (weights == DType::kF32) return kernels.f32;
   if (weights == DType::kF16) return kernels.f16;
-  return row_dtype == DType::kBF16 ? kernels.bf16_pairs : kernels.bf16;
+  return pairs ? kernels.bf16_pairs : kernels.bf16;
+}
+
+// Chunks of quantised weights begin where a scale does and fit in the scratch.
+int64_t ChunkLines(const PackedWeights& weights, const TileKernels& tiles, int64_t wanted) {
+  const int64_t lines = wanted < 0 ? tiles.chunk_lines : wanted;
+  if (tiles.widen == nullptr) return lines;
+  if (weights.format() == WeightFormat::kFp8Block128) return kFp8BlockK / weights.k_per_line();
+  const int64_t multiple = kMxBlockK / weights.k_per_line();
+  const int64_t most = kMaxWidenedK / weights.k_per_line();
+  return std::clamp((lines + multiple - 1) / multiple * multiple, multiple, most);
 }
 
 }  // namespace
@@ -30,8 +52,12 @@ void AddGroups(int64_t index, int64_t first_row, int64_t rows, std::vector<GemmG
 }
 
 DType GemmRowDType(Isa isa, DType weights, DType activations) {
-  const bool pairs = isa == Isa::kAvx512Bf16 && weights == DType::kBF16;
-  return pairs && activations == DType::kBF16 ? DType::kBF16 : DType::kF32;
+  if (activations != DType::kBF16) return DType::kF32;
+  const Kernels& kernels = KernelsOf(isa);
+  const bool pairs = (weights == DType::kBF16 && !kernels.bf16_pairs.empty()) ||
+                     (weights == DType::kF8_E4M3 && !kernels.fp8_pairs.empty()) ||
+                     (weights == DType::kF4 && !kernels.mxfp4_pairs.empty());
+  return pairs ? DType::kBF16 : DType::kF32;
 }
 
 int64_t GemmRowBytes(DType row_dtype, int64_t k) {
@@ -65,13 +91,13 @@ RowFormat GemmRowFormat(DType activations, DType row_dtype) {
 GroupedGemm::GroupedGemm(const Args& args, const Tuning& tuning)
     : args_(args),
       kernels_(KernelsOf(args.isa)),
-      tiles_(TilesFor(kernels_, args.weights->dtype(), args.row_dtype)),
+      tiles_(TilesFor(kernels_, args.weights->format(), args.weights->dtype(), args.row_dtype)),
       row_bytes_(GemmRowBytes(args.row_dtype, args.weights->k())),
       max_tile_rows_(tuning.max_tile_rows),
       single_pass_rows_(
           std::min(tuning.single_pass_rows < 0 ? tiles_.single_pass_rows : tuning.single_pass_rows,
                    max_tile_rows_)),
-      chunk_lines_(tuning.chunk_lines < 0 ? tiles_.chunk_lines : tuning.chunk_lines),
+      chunk_lines_(ChunkLines(*args.weights, tiles_, tuning.chunk_lines)),
       num_tasks_(static_cast<int64_t>(args.groups.size()) * args.weights->blocks()) {}
 
 GroupedGemm::Task GroupedGemm::TaskAt(int64_t number) const {
@@ -81,7 +107,7 @@ GroupedGemm::Task GroupedGemm::TaskAt(int64_t number) const {
 }
 
 void GroupedGemm::Run(Workspace& scratch, const std::function<bool()>& stop) {
-  auto* const c = reinterpret_cast<float*>(scratch.Get(kGemmScratchBytes));
+  std::byte* const memory = scratch.Get(kGemmScratchBytes);
   int64_t rows_until_question = kStopInterval;
   // A task is claimed before the one at hand is computed, so that its weights can be fetched.
   for (int64_t number = next_task_++; number < num_tasks_;) {
@@ -93,36 +119,53 @@ void GroupedGemm::Run(Workspace& scratch, const std::function<bool()>& stop) {
       if (stop()) stopped_ = true;
     }
     if (stopped_) return;
-    RunTiles(task, next < num_tasks_ ? TaskAt(next) : task, c);
+    RunTiles(task, next < num_tasks_ ? TaskAt(next) : task, memory);
+    auto* const c = reinterpret_cast<float*>(memory);
+    if (args_.weights->format() == WeightFormat::kFp8Row) {
+      kernels_.scale_columns(task.weights, args_.weights->panel_bytes(), task.group->rows, c);
+    }
     Store(task, c);
     number = next;
   }
 }
 
-void GroupedGemm::RunTiles(const Task& task, const Task& next, float* c) const {
+void GroupedGemm::RunTiles(const Task& task, const Task& next, std::byte* scratch) const {
+  const PackedWeights& weights = *args_.weights;
   const int64_t rows = task.group->rows;
-  const int64_t lines = args_.weights->lines();
-  const int64_t line_of_x = args_.weights->k_per_line() * BytesOf(args_.row_dtype);
+  const int64_t lines = weights.lines();
+  const int64_t panel_bytes = weights.panel_bytes();
+  const int64_t head = weights.head_bytes();
+  const int64_t line_of_x = weights.k_per_line() * BytesOf(args_.row_dtype);
+  auto* const c = reinterpret_cast<float*>(scratch);
   TileArgs tile;
-  tile.panel_bytes = args_.weights->panel_bytes();
+  tile.panel_bytes = panel_bytes;
+  tile.scale_bytes = panel_bytes;
+  tile.prefetch_bytes = panel_bytes;
   tile.x_stride = row_bytes_;
   tile.c_stride = rows * kPanelColumns;
   const std::byte* const x = args_.x + task.group->first_row * row_bytes_;
 
   if (rows <= single_pass_rows_) {
-    const int panels = tiles_.panels[rows];
+    const int panels = tiles_.single_pass.panels[rows];
     tile.x = x;
     tile.lines = lines;
     tile.prefetch_every = 1;
     for (int p = 0; p < kBlockPanels; p += panels) {
-      tile.weights = task.weights + p * tile.panel_bytes;
+      tile.scales = task.weights + p * panel_bytes;
+      tile.weights = tile.scales + head;
       tile.prefetch = tile.weights + kPrefetchAhead;
       tile.c = c + p * tile.c_stride;
-      tiles_.tile[rows](tile);
+      tiles_.single_pass.tile[rows](tile);
     }
     return;
   }
 
+  const bool blocks = weights.format() == WeightFormat::kFp8Block128;
+  alignas(kLineBytes) float chains[kBlockPanels * kMaxTileRows * kPanelColumns];
+  // Lines of BF16 that a line of quantised weights becomes.
+  const int64_t widened = tiles_.widen == nullptr ? 1 : weights.k_per_line() / 2;
+  std::byte* const wide = scratch + kGemmSumBytes;
+  const int64_t wide_bytes = chunk_lines_ * widened * kLineBytes;
   // Tiles of about equal height: a lower one at the end would be less efficient.
   const int64_t num_tiles = (rows + max_tile_rows_ - 1) / max_tile_rows_;
   const int64_t height = rows / num_tiles;
@@ -130,28 +173,54 @@ void GroupedGemm::RunTiles(const Task& task, const Task& next, float* c) const {
   for (int64_t line = 0; line < lines; line += chunk_lines_) {
     const int64_t count = std::min(chunk_lines_, lines - line);
     const bool last = line + chunk_lines_ >= lines;
+    const std::byte* const chunk = task.weights + head + line * kLineBytes;
     // While this chunk is computed, the next one is fetched, a share with every tile.
-    const std::byte* const ahead =
-        last ? next.weights : task.weights + (line + chunk_lines_) * kLineBytes;
+    const std::byte* const ahead = last ? next.weights + head : chunk + chunk_lines_ * kLineBytes;
+    const std::byte* const scales = task.weights + ScaleOffset(line);
+    if (tiles_.widen != nullptr) {
+      for (int p = 0; p < kBlockPanels; ++p) {
+        tiles_.widen(chunk + p * panel_bytes, scales + p * panel_bytes, count,
+                     wide + p * wide_bytes);
+      }
+      tile.panel_bytes = wide_bytes;
+    }
+    const std::byte* const source = tiles_.widen != nullptr ? wide : chunk;
     int64_t fetched = 0;
     int64_t row = 0;
-    tile.lines = count;
-    tile.from_zero = line == 0;
+    tile.lines = count * widened;
+    tile.from_zero = blocks || line == 0;
     for (int64_t t = 0; t < num_tiles; ++t) {
       const int64_t tile_rows = height + (t < higher ? 1 : 0);
-      const int panels = tiles_.panels[tile_rows];
+      const int panels = tiles_.chunked.panels[tile_rows];
+      if (blocks) tile.c_stride = tile_rows * kPanelColumns;
       const int64_t share = count * (t + 1) / num_tiles - fetched;
       tile.x = x + row * row_bytes_ + line * line_of_x;
-      tile.prefetch_every = share > 0 ? std::max<int64_t>(1, count / share) : -1;
+      tile.prefetch_every = share > 0 ? std::max<int64_t>(1, tile.lines / share) : -1;
       for (int p = 0; p < kBlockPanels; p += panels) {
-        tile.weights = task.weights + p * tile.panel_bytes + line * kLineBytes;
-        tile.prefetch = ahead + p * tile.panel_bytes + fetched * kLineBytes;
-        tile.c = c + p * tile.c_stride + row * kPanelColumns;
-        tiles_.tile[tile_rows](tile);
+        tile.weights = source + p * tile.panel_bytes;
+        tile.prefetch = ahead + p * panel_bytes + fetched * kLineBytes;
+        tile.c = (blocks ? chains : c + row * kPanelColumns) + p * tile.c_stride;
+        tiles_.chunked.tile[tile_rows](tile);
+      }
+      if (blocks) {
+        kernels_.add_scaled_chains(chains, tile_rows, scales, panel_bytes, line == 0,
+                                   c + row * kPanelColumns, rows * kPanelColumns);
       }
       fetched += share;
       row += tile_rows;
     }
+  }
+}
+
+int64_t GroupedGemm::ScaleOffset(int64_t line) const {
+  const int64_t k = line * args_.weights->k_per_line();
+  switch (args_.weights->format()) {
+    case WeightFormat::kFp8Block128:
+      return k / kFp8BlockK * kPanelColumns * static_cast<int64_t>(sizeof(float));
+    case WeightFormat::kMxfp4:
+      return k / kMxBlockK * kPanelColumns;
+    default:
+      return 0;
   }
 }
 

@@ -25,8 +25,13 @@ struct GemmGroup {
 };
 constexpr int64_t kMaxGroupRows = 512;
 
-// What GroupedGemm::Run takes of its scratch: the sums of one block.
-constexpr size_t kGemmScratchBytes = sizeof(float) * kBlockColumns * kMaxGroupRows;
+// Quantised weights are widened at most this many k at a time.
+constexpr int64_t kMaxWidenedK = 512;
+
+// What GroupedGemm::Run takes of its scratch: the sums of one block, and widened weights.
+constexpr size_t kGemmSumBytes = sizeof(float) * kBlockColumns * kMaxGroupRows;
+constexpr size_t kGemmScratchBytes =
+    kGemmSumBytes + sizeof(uint16_t) * kBlockColumns * static_cast<size_t>(kMaxWidenedK);
 
 // Appends the rows of one matrix as groups of about equal size.
 void AddGroups(int64_t index, int64_t first_row, int64_t rows, std::vector<GemmGroup>* groups);
@@ -38,8 +43,8 @@ enum class GemmOutput {
                // gated
 };
 
-// Which rows a GEMM reads: bf16 where the instruction set multiplies bf16 pairs and both sides are
-// BF16, else fp32.
+// Which rows a GEMM reads: bf16 where the instruction set multiplies bf16 pairs, activations are
+// BF16 and weights (dtype of an element) exact in it, else fp32.
 DType GemmRowDType(Isa isa, DType weights, DType activations);
 
 // Bytes from a row to the next of what a GEMM reads: k elements, zeros up to a whole line of the
@@ -67,7 +72,7 @@ class GroupedGemm {
   struct Tuning {
     int64_t max_tile_rows = kMaxTileRows;
     int64_t single_pass_rows = -1;  // -1: what suits the instruction set
-    int64_t chunk_lines = -1;       // the same
+    int64_t chunk_lines = -1;       // the same; whole scales of quantised weights, one of blocks
   };
 
   struct Args {
@@ -106,9 +111,11 @@ class GroupedGemm {
   };
 
   Task TaskAt(int64_t number) const;
-  // The chains of a task to c, [4][rows][16]; weights that `next` reads first are fetched
-  // meanwhile.
-  void RunTiles(const Task& task, const Task& next, float* c) const;
+  // The chains of a task to c, [4][rows][16], in the scratch; weights that `next` reads first are
+  // fetched meanwhile.
+  void RunTiles(const Task& task, const Task& next, std::byte* scratch) const;
+  // Where the scales that apply from `line` on are in a panel.
+  int64_t ScaleOffset(int64_t line) const;
   void Store(const Task& task, float* c) const;
 
   const Args args_;

@@ -6,6 +6,7 @@
 #include "common/kernels/kernels.h"
 
 #include "common/kernels/dot_product_kernels.h"
+#include "common/kernels/widen_tables.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "common/kernels/kernels.cc"
@@ -25,10 +26,13 @@ namespace hn = hwy::HWY_NAMESPACE;
 using F = hn::CappedTag<float, kPanelColumns>;
 using I = hn::RebindToSigned<F>;
 using U = hn::RebindToUnsigned<F>;
+using Bytes = hn::Repartition<uint8_t, F>;
+using Words = hn::Repartition<uint16_t, F>;
 using HalfWords = hn::Rebind<uint16_t, F>;
 using HalfFloats = hn::Rebind<hwy::float16_t, F>;
 using VF = hn::Vec<F>;
 using VU = hn::Vec<U>;
+using VBytes = hn::Vec<Bytes>;
 constexpr int kLanes = HWY_TARGET == HWY_AVX2 ? 8 : 16;
 constexpr int kVectors = kPanelColumns / kLanes;
 constexpr bool kManyRegisters = HWY_TARGET == HWY_AVX3;  // 32 instead of 16
@@ -94,16 +98,46 @@ struct LinesF16 {  // [2 k][16 columns]
   }
 };
 
+HWY_INLINE float* SumsOf(const TileArgs& args, int panel, int row, int vector) {
+  return args.c + panel * args.c_stride + row * kPanelColumns + vector * kLanes;
+}
+
+// The chains of one block of k are done: c = fma(chain, scale, c), and the next ones begin.
+template <int kRows, int kPanels>
+HWY_INLINE void AddScaled(const TileArgs& args, const std::byte* scales, bool from_zero,
+                          VF (&acc)[kPanels][kRows][kVectors]) {
+  UNROLL for (int p = 0; p < kPanels; ++p) {
+    const auto* scale = reinterpret_cast<const float*>(scales + p * args.scale_bytes);
+    UNROLL for (int v = 0; v < kVectors; ++v) {
+      const VF s = hn::Load(F(), scale + v * kLanes);
+      UNROLL for (int r = 0; r < kRows; ++r) {
+        float* const c = SumsOf(args, p, r, v);
+        const VF sum = from_zero ? hn::Zero(F()) : hn::Load(F(), c);
+        hn::Store(hn::MulAdd(acc[p][r][v], s, sum), F(), c);
+        acc[p][r][v] = hn::Zero(F());
+      }
+    }
+  }
+}
+
+template <int kRows, int kPanels>
+HWY_INLINE void StoreSums(const TileArgs& args, const VF (&acc)[kPanels][kRows][kVectors]) {
+  UNROLL for (int p = 0; p < kPanels; ++p) {
+    UNROLL for (int r = 0; r < kRows; ++r) {
+      UNROLL for (int v = 0; v < kVectors; ++v) {
+        hn::Store(acc[p][r][v], F(), SumsOf(args, p, r, v));
+      }
+    }
+  }
+}
+
 template <class Lines, int kRows, int kPanels>
 HWY_NOINLINE void Tile(const TileArgs& args) {
   VF acc[kPanels][kRows][kVectors];
   UNROLL for (int p = 0; p < kPanels; ++p) {
     UNROLL for (int r = 0; r < kRows; ++r) {
       UNROLL for (int v = 0; v < kVectors; ++v) {
-        acc[p][r][v] =
-            args.from_zero
-                ? hn::Zero(F())
-                : hn::Load(F(), args.c + p * args.c_stride + r * kPanelColumns + v * kLanes);
+        acc[p][r][v] = args.from_zero ? hn::Zero(F()) : hn::Load(F(), SumsOf(args, p, r, v));
       }
     }
   }
@@ -118,7 +152,7 @@ HWY_NOINLINE void Tile(const TileArgs& args) {
       countdown = args.prefetch_every;
       // Into the second-level cache: the first is full of what is being computed.
       UNROLL for (int p = 0; p < kPanels; ++p) {
-        __builtin_prefetch(prefetch + p * panel_bytes, 0, 2);
+        __builtin_prefetch(prefetch + p * args.prefetch_bytes, 0, 2);
       }
       prefetch += kLineBytes;
     }
@@ -155,12 +189,160 @@ HWY_NOINLINE void Tile(const TileArgs& args) {
     line += kLineBytes;
     x += Lines::kSteps;
   }
+  StoreSums<kRows, kPanels>(args, acc);
+}
+
+// ---- Quantised weights -------------------------------------------------------------------------
+
+HWY_INLINE VBytes TableOf16(const uint8_t* table) { return hn::LoadDup128(Bytes(), table); }
+
+HWY_INLINE VBytes HighNibbles(VBytes v) {
+  const Words words;
+  return hn::And(hn::BitCast(Bytes(), hn::ShiftRight<4>(hn::BitCast(words, v))),
+                 hn::Set(Bytes(), 0x0f));
+}
+
+// The formats of a quantised line. kWords: words of BF16 pairs that a word of it becomes; Widen:
+// the words of one vector of the line; Scale: what that takes, for kScaleLines lines.
+struct LinesFp8 {
+  static constexpr int kWords = 2;
+  static constexpr int64_t kScaleLines = kFp8BlockK / 4;
+  static constexpr int64_t kScaleBytes = kPanelColumns * sizeof(float);
+  struct Scale {};
+  static HWY_INLINE Scale LoadScale(const std::byte* /*scales*/, int /*vector*/) { return {}; }
+  static HWY_INLINE void Widen(const std::byte* line, int vector, Scale /*scale*/,
+                               VU (&words)[kWords]) {
+    const Bytes bytes;
+    const VBytes v =
+        hn::Load(bytes, reinterpret_cast<const uint8_t*>(line) + vector * kLanes * sizeof(float));
+    // Bit 7, which makes a lookup give zero, unless the magnitude is below 16.
+    const VBytes fix = hn::Add(hn::And(v, hn::Set(bytes, 0x7f)), hn::Set(bytes, 0x70));
+    const Words halves;
+    const VBytes low_nibbles =
+        hn::And(hn::BitCast(bytes, hn::ShiftLeft<4>(hn::BitCast(halves, v))), hn::Set(bytes, 0xf0));
+    const VBytes low =
+        hn::Xor(low_nibbles, hn::TableLookupBytesOr0(TableOf16(kWidenTables.low_fix), fix));
+    const VBytes high = hn::Xor(hn::TableLookupBytes(TableOf16(kWidenTables.high), HighNibbles(v)),
+                                hn::TableLookupBytesOr0(TableOf16(kWidenTables.high_fix), fix));
+    words[0] = hn::BitCast(U(), hn::InterleaveLower(bytes, low, high));
+    words[1] = hn::BitCast(U(), hn::InterleaveUpper(bytes, low, high));
+  }
+};
+struct LinesMxfp4 {
+  static constexpr int kWords = 4;
+  static constexpr int64_t kScaleLines = kMxBlockK / 8;
+  static constexpr int64_t kScaleBytes = kPanelColumns;
+  using Scale = VU;
+  // What is to be subtracted from both halves of a word, whose exponent is too large by 252 -
+  // scale.
+  static HWY_INLINE Scale LoadScale(const std::byte* scales, int vector) {
+    const auto* bytes = reinterpret_cast<const uint8_t*>(scales) + vector * kLanes;
+    const VU scale = hn::PromoteTo(U(), hn::Load(hn::Rebind<uint8_t, U>(), bytes));
+    const VU shift = hn::ShiftLeft<7>(hn::Sub(hn::Set(U(), kMaxMxfp4Scale), scale));
+    return hn::Or(shift, hn::ShiftLeft<16>(shift));
+  }
+  static HWY_INLINE void Widen(const std::byte* line, int vector, Scale scale,
+                               VU (&words)[kWords]) {
+    const Bytes bytes;
+    const VBytes v =
+        hn::Load(bytes, reinterpret_cast<const uint8_t*>(line) + vector * kLanes * sizeof(float));
+    const VBytes nibbles[2] = {hn::And(v, hn::Set(bytes, 0x0f)), HighNibbles(v)};
+    UNROLL for (int i = 0; i < 2; ++i) {
+      const VBytes low = hn::TableLookupBytes(TableOf16(kWidenTables.e2m1_low), nibbles[i]);
+      const VBytes high = hn::TableLookupBytes(TableOf16(kWidenTables.e2m1_high), nibbles[i]);
+      words[2 * i] = Scaled(hn::InterleaveLower(bytes, low, high), scale);
+      words[2 * i + 1] = Scaled(hn::InterleaveUpper(bytes, low, high), scale);
+    }
+  }
+  // Saturates at zero where the result would be denormal.
+  static HWY_INLINE VU Scaled(VBytes word, VU scale) {
+    const Words halves;
+    return hn::BitCast(U(),
+                       hn::SaturatedSub(hn::BitCast(halves, word), hn::BitCast(halves, scale)));
+  }
+};
+
+// Few rows: a whole block from its first line on, widened in registers. kScaled: the lines of a
+// scale have chains of their own (kFp8Block128).
+template <class Lines, bool kScaled, int kRows, int kPanels>
+HWY_NOINLINE void WideningTile(const TileArgs& args) {
+  VF acc[kPanels][kRows][kVectors];
   UNROLL for (int p = 0; p < kPanels; ++p) {
     UNROLL for (int r = 0; r < kRows; ++r) {
+      UNROLL for (int v = 0; v < kVectors; ++v) acc[p][r][v] = hn::Zero(F());
+    }
+  }
+  const std::byte* line = args.weights;
+  const int64_t panel_bytes = args.panel_bytes;
+  const auto* x = static_cast<const float*>(args.x);
+  const int64_t x_stride = args.x_stride / static_cast<int64_t>(sizeof(float));
+  const std::byte* prefetch = args.prefetch;
+  const std::byte* scales = args.scales;
+  for (int64_t left = args.lines; left > 0;) {
+    const int64_t lines = left < Lines::kScaleLines ? left : Lines::kScaleLines;
+    left -= lines;
+    typename Lines::Scale scale[kPanels][kVectors];
+    UNROLL for (int p = 0; p < kPanels; ++p) {
       UNROLL for (int v = 0; v < kVectors; ++v) {
-        hn::Store(acc[p][r][v], F(), args.c + p * args.c_stride + r * kPanelColumns + v * kLanes);
+        scale[p][v] = Lines::LoadScale(scales + p * args.scale_bytes, v);
       }
     }
+    for (int64_t n = lines; n > 0; --n) {
+      UNROLL for (int p = 0; p < kPanels; ++p) {
+        __builtin_prefetch(prefetch + p * panel_bytes, 0, 2);
+      }
+      prefetch += kLineBytes;
+      UNROLL for (int p = 0; p < kPanels; ++p) {
+        VU words[kVectors][Lines::kWords];
+        UNROLL for (int v = 0; v < kVectors; ++v) {
+          Lines::Widen(line + p * panel_bytes, v, scale[p][v], words[v]);
+        }
+        UNROLL for (int k = 0; k < 2 * Lines::kWords; ++k) {
+          // The odd one of a pair first.
+          VF w[kVectors];
+          UNROLL for (int v = 0; v < kVectors; ++v) {
+            const VU word = words[v][k / 2];
+            w[v] = hn::BitCast(F(), k % 2 == 0 ? hn::And(word, hn::Set(U(), 0xffff0000u))
+                                               : hn::ShiftLeft<16>(word));
+            Keep(w[v]);
+          }
+          UNROLL for (int r = 0; r < kRows; ++r) {
+            const VF b = Broadcast(x + r * x_stride + (k ^ 1));
+            UNROLL for (int v = 0; v < kVectors; ++v) { MulAddTo(acc[p][r][v], b, w[v]); }
+          }
+        }
+      }
+      line += kLineBytes;
+      x += 2 * Lines::kWords;
+    }
+    if constexpr (kScaled) {
+      AddScaled<kRows, kPanels>(args, scales, scales == args.scales, acc);
+    }
+    scales += Lines::kScaleBytes;
+  }
+  if constexpr (!kScaled) StoreSums<kRows, kPanels>(args, acc);
+}
+
+template <class Lines>
+HWY_NOINLINE void WidenLines(const std::byte* from, const std::byte* scales, int64_t lines,
+                             std::byte* to) {
+  for (int64_t left = lines; left > 0;) {
+    const int64_t block = left < Lines::kScaleLines ? left : Lines::kScaleLines;
+    left -= block;
+    typename Lines::Scale scale[kVectors];
+    UNROLL for (int v = 0; v < kVectors; ++v) scale[v] = Lines::LoadScale(scales, v);
+    for (int64_t n = block; n > 0; --n) {
+      UNROLL for (int v = 0; v < kVectors; ++v) {
+        VU words[Lines::kWords];
+        Lines::Widen(from, v, scale[v], words);
+        UNROLL for (int w = 0; w < Lines::kWords; ++w) {
+          hn::Store(words[w], U(), reinterpret_cast<uint32_t*>(to + w * kLineBytes) + v * kLanes);
+        }
+      }
+      from += kLineBytes;
+      to += Lines::kWords * kLineBytes;
+    }
+    scales += Lines::kScaleBytes;
   }
 }
 
@@ -171,23 +353,54 @@ constexpr int PanelsFor(bool widened, int rows) {
 }
 
 template <class Lines, int kRows>
-void AddTile(TileKernels& kernels) {
+void AddTile(Tiles& tiles) {
   constexpr int kPanels = PanelsFor(Lines::kSteps > 1, kRows);
-  kernels.tile[kRows] = Tile<Lines, kRows, kPanels>;
-  kernels.panels[kRows] = kPanels;
+  tiles.tile[kRows] = Tile<Lines, kRows, kPanels>;
+  tiles.panels[kRows] = kPanels;
 }
 
 template <class Lines>
-TileKernels MakeTiles() {
+Tiles MakeTiles() {
+  Tiles tiles;
+  AddTile<Lines, 1>(tiles);
+  AddTile<Lines, 2>(tiles);
+  AddTile<Lines, 3>(tiles);
+  AddTile<Lines, 4>(tiles);
+  AddTile<Lines, 5>(tiles);
+  AddTile<Lines, 6>(tiles);
+  return tiles;
+}
+
+template <class Lines>
+TileKernels MakePlain() {
   TileKernels kernels;
-  AddTile<Lines, 1>(kernels);
-  AddTile<Lines, 2>(kernels);
-  AddTile<Lines, 3>(kernels);
-  AddTile<Lines, 4>(kernels);
-  AddTile<Lines, 5>(kernels);
-  AddTile<Lines, 6>(kernels);
+  kernels.single_pass = MakeTiles<Lines>();
   kernels.single_pass_rows = kManyRegisters ? 6 : 2;
+  kernels.chunked = kernels.single_pass;
   kernels.chunk_lines = kManyRegisters ? 1024 : 512;
+  return kernels;
+}
+
+template <class Lines, bool kScaled, int kRows>
+void AddWideningTile(Tiles& tiles) {
+  constexpr int kPanels = PanelsFor(false, kRows);
+  tiles.tile[kRows] = WideningTile<Lines, kScaled, kRows, kPanels>;
+  tiles.panels[kRows] = kPanels;
+}
+
+template <class Lines, bool kScaled>
+TileKernels MakeQuantised(int64_t chunk_k) {
+  TileKernels kernels;
+  AddWideningTile<Lines, kScaled, 1>(kernels.single_pass);
+  AddWideningTile<Lines, kScaled, 2>(kernels.single_pass);
+  AddWideningTile<Lines, kScaled, 3>(kernels.single_pass);
+  AddWideningTile<Lines, kScaled, 4>(kernels.single_pass);
+  AddWideningTile<Lines, kScaled, 5>(kernels.single_pass);
+  AddWideningTile<Lines, kScaled, 6>(kernels.single_pass);
+  kernels.single_pass_rows = 3;
+  kernels.chunked = MakeTiles<LinesBF16>();
+  kernels.chunk_lines = chunk_k / (2 * Lines::kWords);
+  kernels.widen = WidenLines<Lines>;
   return kernels;
 }
 
@@ -494,10 +707,136 @@ HWY_NOINLINE void Combine(const CombineRows& token, DType out_dtype, int64_t n, 
   }
 }
 
+HWY_NOINLINE void AddScaledChains(const float* chains, int64_t rows, const std::byte* scales,
+                                  int64_t scale_bytes, bool from_zero, float* c, int64_t c_stride) {
+  for (int p = 0; p < kBlockPanels; ++p) {
+    const auto* scale = reinterpret_cast<const float*>(scales + p * scale_bytes);
+    for (int v = 0; v < kPanelColumns; v += kLanes) {
+      const VF s = hn::Load(F(), scale + v);
+      for (int64_t r = 0; r < rows; ++r) {
+        float* const sums = c + p * c_stride + r * kPanelColumns + v;
+        const VF chain = hn::Load(F(), chains + (p * rows + r) * kPanelColumns + v);
+        const VF sum = from_zero ? hn::Zero(F()) : hn::Load(F(), sums);
+        hn::Store(hn::MulAdd(chain, s, sum), F(), sums);
+      }
+    }
+  }
+}
+
+HWY_NOINLINE void ScaleColumns(const std::byte* scales, int64_t scale_bytes, int64_t rows,
+                               float* c) {
+  for (int p = 0; p < kBlockPanels; ++p) {
+    const auto* scale = reinterpret_cast<const float*>(scales + p * scale_bytes);
+    for (int64_t r = 0; r < rows; ++r) {
+      float* const sums = c + (p * rows + r) * kPanelColumns;
+      for (int v = 0; v < kPanelColumns; v += kLanes) {
+        hn::Store(hn::Mul(hn::Load(F(), sums + v), hn::Load(F(), scale + v)), F(), sums + v);
+      }
+    }
+  }
+}
+
+// ---- Packing -----------------------------------------------------------------------------------
+
+// Four columns of a line, of one 32-bit word of their rows each.
+using Quad = hn::FixedTag<uint32_t, 4>;
+using VQuad = hn::Vec<Quad>;
+
+// Word i of four rows becomes columns[i].
+HWY_INLINE void Transpose(const VQuad (&rows)[4], VQuad (&columns)[4]) {
+  const hn::FixedTag<uint64_t, 2> pairs;
+  const Quad quad;
+  const auto even = [&](VQuad a, VQuad b) {
+    return hn::BitCast(pairs, hn::InterleaveLower(quad, a, b));
+  };
+  const auto odd = [&](VQuad a, VQuad b) {
+    return hn::BitCast(pairs, hn::InterleaveUpper(quad, a, b));
+  };
+  const auto low01 = even(rows[0], rows[1]), low23 = even(rows[2], rows[3]);
+  const auto high01 = odd(rows[0], rows[1]), high23 = odd(rows[2], rows[3]);
+  columns[0] = hn::BitCast(quad, hn::InterleaveLower(pairs, low01, low23));
+  columns[1] = hn::BitCast(quad, hn::InterleaveUpper(pairs, low01, low23));
+  columns[2] = hn::BitCast(quad, hn::InterleaveLower(pairs, high01, high23));
+  columns[3] = hn::BitCast(quad, hn::InterleaveUpper(pairs, high01, high23));
+}
+
+// [4 columns][2 halves] becomes [2 halves][4 columns].
+HWY_INLINE VQuad SplitHalves(VQuad words) {
+  alignas(16) static constexpr uint8_t kOrder[16] = {0, 1, 4, 5, 8,  9,  12, 13,
+                                                     2, 3, 6, 7, 10, 11, 14, 15};
+  const hn::FixedTag<uint8_t, 16> bytes;
+  return hn::BitCast(Quad(),
+                     hn::TableLookupBytes(hn::BitCast(bytes, words), hn::Load(bytes, kOrder)));
+}
+
+// Nibbles 0 to 3 of a word go to the low nibbles of its bytes, 4 to 7 to the high ones.
+HWY_INLINE VQuad SplitNibbles(VQuad words) {
+  const Quad quad;
+  const auto spread = [&](VQuad v) {  // the nibbles of the lower half
+    v = hn::And(hn::Or(v, hn::ShiftLeft<8>(v)), hn::Set(quad, 0x00ff00ffu));
+    return hn::And(hn::Or(v, hn::ShiftLeft<4>(v)), hn::Set(quad, 0x0f0f0f0fu));
+  };
+  const VQuad low = spread(hn::And(words, hn::Set(quad, 0xffffu)));
+  return hn::Or(low, hn::ShiftLeft<4>(spread(hn::ShiftRight<16>(words))));
+}
+
+// Stores columns 4 * quad, ... of a line.
+HWY_INLINE void StoreQuad(WeightFormat format, DType dtype, VQuad words, int quad,
+                          std::byte* line) {
+  auto* const to = reinterpret_cast<uint32_t*>(line);
+  if (format == WeightFormat::kPlain && dtype != DType::kF16) {
+    hn::Store(words, Quad(), to + 4 * quad);
+    return;
+  }
+  if (format == WeightFormat::kMxfp4) words = SplitNibbles(words);
+  words = SplitHalves(words);
+  if (format != WeightFormat::kPlain) {
+    hn::Store(words, Quad(), to + 4 * quad);
+    return;
+  }
+  const hn::FixedTag<uint32_t, 2> half;
+  hn::Store(hn::LowerHalf(half, words), half, to + 2 * quad);
+  hn::Store(hn::UpperHalf(half, words), half, to + 8 + 2 * quad);
+}
+
+HWY_NOINLINE void PackLines(WeightFormat format, DType dtype, const std::byte* from, int64_t rows,
+                            int64_t row_bytes, std::byte* lines) {
+  constexpr int64_t kWord = sizeof(uint32_t);
+  constexpr int64_t kStep = kLineBytes / kWord;  // words of a row at a time: whole cache lines
+  const int64_t words = (row_bytes + kWord - 1) / kWord;
+  for (int64_t begin = 0; begin < words; begin += kStep) {
+    const int64_t end = begin + kStep < words ? begin + kStep : words;
+    for (int quad = 0; quad < kPanelColumns / 4; ++quad) {
+      for (int64_t word = begin; word < end; word += 4) {
+        VQuad in[4], out[4];
+        UNROLL for (int i = 0; i < 4; ++i) {
+          const int64_t row = 4 * quad + i;
+          const int64_t left = row < rows ? row_bytes - word * kWord : 0;
+          const std::byte* const at = from + row * row_bytes + word * kWord;
+          if (left >= 4 * kWord) {
+            in[i] = hn::LoadU(Quad(), reinterpret_cast<const uint32_t*>(at));
+          } else {
+            alignas(16) uint32_t rest[4] = {};
+            if (left > 0) __builtin_memcpy(rest, at, static_cast<size_t>(left));
+            in[i] = hn::Load(Quad(), rest);
+          }
+        }
+        Transpose(in, out);
+        UNROLL for (int i = 0; i < 4; ++i) {
+          if (word + i < end) {
+            StoreQuad(format, dtype, out[i], quad, lines + (word + i) * kLineBytes);
+          }
+        }
+      }
+    }
+  }
+}
+
 int64_t FindNotFinite(DType dtype, const void* values, int64_t n) {
   // The exponent's bits all set: infinity or NaN.
   constexpr int64_t kBlock = 256;  // elements between two looks at what was collected
   const auto not_finite = [dtype, values](int64_t i) {
+    if (dtype == DType::kF8_E4M3) return IsNaNE4M3(static_cast<const uint8_t*>(values)[i]);
     const float value = LoadFloat(dtype, values, i);
     return !(value - value == 0.0f);
   };
@@ -512,6 +851,14 @@ int64_t FindNotFinite(DType dtype, const void* values, int64_t n) {
         largest = hn::Max(largest, hn::And(hn::LoadU(U(), words + i), mask));
       }
       if (!hn::AllFalse(U(), hn::Eq(largest, mask))) i = begin;
+    } else if (dtype == DType::kF8_E4M3) {
+      const auto* codes = static_cast<const uint8_t*>(values);
+      const auto mask = hn::Set(Bytes(), uint8_t{0x7f});
+      auto largest = hn::Zero(Bytes());
+      for (; i + 4 * kLanes <= end; i += 4 * kLanes) {
+        largest = hn::Max(largest, hn::And(hn::LoadU(Bytes(), codes + i), mask));
+      }
+      if (!hn::AllFalse(Bytes(), hn::Eq(largest, mask))) i = begin;
     } else {
       using W = hn::CappedTag<uint16_t, kLanes * 2>;
       const auto* words = static_cast<const uint16_t*>(values);
@@ -533,9 +880,15 @@ int64_t FindNotFinite(DType dtype, const void* values, int64_t n) {
 
 Kernels MakeKernels() {
   Kernels kernels;
-  kernels.f32 = MakeTiles<LinesF32>();
-  kernels.bf16 = MakeTiles<LinesBF16>();
-  kernels.f16 = MakeTiles<LinesF16>();
+  kernels.f32 = MakePlain<LinesF32>();
+  kernels.bf16 = MakePlain<LinesBF16>();
+  kernels.f16 = MakePlain<LinesF16>();
+  kernels.fp8_block = MakeQuantised<LinesFp8, true>(kFp8BlockK);
+  kernels.fp8 = MakeQuantised<LinesFp8, false>(256);
+  kernels.mxfp4 = MakeQuantised<LinesMxfp4, false>(256);
+  kernels.add_scaled_chains = AddScaledChains;
+  kernels.scale_columns = ScaleColumns;
+  kernels.pack_lines = PackLines;
   kernels.widen = Widen;
   kernels.weigh = Weigh;
   kernels.add_bias = AddBias;
@@ -560,7 +913,7 @@ const Kernels& KernelsOf(Isa isa) {
   static const Kernels avx512 = N_AVX3::MakeKernels();
   static const Kernels avx512bf16 = [] {
     Kernels kernels = avx512;
-    kernels.bf16_pairs = MakeDotProductTiles();
+    AddDotProductKernels(&kernels);
     return kernels;
   }();
   switch (isa) {

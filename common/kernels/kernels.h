@@ -3,9 +3,12 @@
 // ScopedFlushDenormals.
 //
 // Every output element of a GEMM is one chain of fp32 fused multiply-adds from +0, k ascending for
-// F32 weights, for BF16 and F16 weights over pairs of neighbouring k, the odd one first, which is
-// what AVX512_BF16's dot product does. Vector lanes run along the columns, never along k, so that
-// neither the vector's width nor the tile can change a bit.
+// F32 weights, for all others over pairs of neighbouring k, the odd one first, which is what
+// AVX512_BF16's dot product does; for_loop_gemm.h has the whole contract. Vector lanes run along
+// the columns, never along k, so that neither the vector's width nor the tile can change a bit.
+//
+// Weights of fewer than 16 bits are exact in BF16. Few rows widen them in registers, line by line;
+// more rows have a chunk of k widened once to BF16 lines, which the tiles of BF16 then read.
 #pragma once
 
 #include <cstddef>
@@ -14,6 +17,7 @@
 #include "common/dtype.h"
 #include "common/kernels/isa.h"
 #include "common/numerics/activation.h"
+#include "common/weight_format.h"
 
 namespace expertmesh {
 
@@ -22,8 +26,13 @@ namespace expertmesh {
 constexpr int kPanelColumns = 16;
 constexpr int kBlockPanels = 4;
 constexpr int kBlockColumns = kPanelColumns * kBlockPanels;
-// Bytes of one line of a panel: kPanelColumns columns of 1 (F32) or 2 (BF16, F16) neighbouring k.
+// Bytes of one line of a panel: kPanelColumns columns of KPerLine() neighbouring k.
 constexpr int kLineBytes = 64;
+constexpr int64_t KPerLine(WeightFormat format, DType dtype) {
+  if (format == WeightFormat::kMxfp4) return 8;
+  if (format != WeightFormat::kPlain) return 4;
+  return dtype == DType::kF32 ? 1 : 2;
+}
 // Rows of a tile: of what one kernel call computes.
 constexpr int kMaxTileRows = 6;
 
@@ -38,22 +47,38 @@ struct TileArgs {
   int64_t c_stride = 0;  // floats from a panel to the next
   int64_t lines = 0;
   bool from_zero = true;  // the chains start here; else they go on from c
+  // Quantised weights: the head of the first panel; scale_bytes from a panel to the next.
+  const std::byte* scales = nullptr;
+  int64_t scale_bytes = 0;
   // One line of each panel is fetched into the cache every prefetch_every lines (-1: never).
   const std::byte* prefetch = nullptr;
+  int64_t prefetch_bytes = 0;  // from a panel to the next
   int64_t prefetch_every = -1;
 };
 
-// The tiles of one format of weights and rows.
-struct TileKernels {
-  // By number of rows, 1 to kMaxTileRows.
+// Tiles by number of rows, 1 to kMaxTileRows.
+struct Tiles {
   void (*tile[kMaxTileRows + 1])(const TileArgs&) = {};
   int panels[kMaxTileRows + 1] = {};  // that one call computes: 1, 2 or 4
+};
+
+// The kernels of one format of weights and rows.
+struct TileKernels {
   // Up to this many rows, a block runs through all of k in one go, straight from memory.
+  Tiles single_pass;
   int single_pass_rows = 0;
   // Otherwise k is cut into chunks of this many lines, so that a block's chunk and the next one
   // stay in the second-level cache while all tiles run over it: the larger, the less often the sums
-  // go through memory.
+  // go through memory. A multiple of the lines of a scale.
+  Tiles chunked;
   int64_t chunk_lines = 0;
+  // Quantised weights: the chunked tiles read BF16 lines, which this makes of `lines` lines of one
+  // panel from the first of a scale on. A chunk of kFp8Block128 is one block, whose chains
+  // add_scaled_chains adds to the sums.
+  void (*widen)(const std::byte* from, const std::byte* scales, int64_t lines,
+                std::byte* to) = nullptr;
+
+  bool empty() const { return single_pass.tile[1] == nullptr; }
 };
 
 // What a row of results is stored as.
@@ -75,10 +100,31 @@ struct CombineRows {
 };
 
 struct Kernels {
-  TileKernels f32;         // F32 weights, fp32 rows
-  TileKernels bf16;        // BF16 weights, fp32 rows
-  TileKernels f16;         // F16 weights, fp32 rows
-  TileKernels bf16_pairs;  // BF16 weights, bf16 rows; all null where there is no such instruction
+  TileKernels f32;        // F32 weights, fp32 rows
+  TileKernels bf16;       // BF16 weights, fp32 rows
+  TileKernels f16;        // F16 weights, fp32 rows
+  TileKernels fp8_block;  // kFp8Block128, fp32 rows
+  TileKernels fp8;        // the chains of kFp8Row, fp32 rows
+  TileKernels mxfp4;      // kMxfp4, fp32 rows
+  // The same for bf16 rows; empty where there are no such instructions.
+  TileKernels bf16_pairs;
+  TileKernels fp8_block_pairs;
+  TileKernels fp8_pairs;
+  TileKernels mxfp4_pairs;
+
+  // c[p][r] = fma(chains[p][r], scales of panel p, c[p][r]), or from zero; scales as for
+  // scale_columns. chains: [4][rows][16], c: [4] panels of [rows][16], c_stride floats apart.
+  void (*add_scaled_chains)(const float* chains, int64_t rows, const std::byte* scales,
+                            int64_t scale_bytes, bool from_zero, float* c, int64_t c_stride);
+
+  // c[p][r] *= scales of panel p, fp32 [16] each, scale_bytes apart. c: [4][rows][16].
+  void (*scale_columns)(const std::byte* scales, int64_t scale_bytes, int64_t rows, float* c);
+
+  // Lays out `rows` (1 to 16) rows of row_bytes each, one after the other, as the lines of a panel,
+  // zeros behind the rows' ends; of columns that do not exist nothing is read, and zeros are
+  // written.
+  void (*pack_lines)(WeightFormat format, DType dtype, const std::byte* from, int64_t rows,
+                     int64_t row_bytes, std::byte* lines);
 
   // Widens n elements of F32, BF16 or F16.
   void (*widen)(DType dtype, const void* from, int64_t n, float* to);
@@ -106,7 +152,7 @@ struct Kernels {
   // scale. Scales of 1 are left out. out: F32, BF16 or F16 [n], as each of the rows is.
   void (*combine)(const CombineRows& token, DType out_dtype, int64_t n, void* out);
 
-  // The first element of n of F32, BF16 or F16 that is not finite, or -1.
+  // The first element of n of F32, BF16, F16 or F8_E4M3 that is not finite, or -1.
   int64_t (*find_not_finite)(DType dtype, const void* values, int64_t n);
 };
 

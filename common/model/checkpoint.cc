@@ -8,12 +8,14 @@
 #include <set>
 #include <utility>
 
+#include "absl/functional/function_ref.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
 #include "common/kernels/kernels.h"
 #include "common/model/fingerprint.h"
+#include "common/model/quantization.h"
 #include "common/model/registry.h"
 #include "common/model/shards.h"
 #include "common/safetensors/strict_json.h"
@@ -95,8 +97,8 @@ void Arrange(const Matrix& matrix, const T* source, T* destination) {
 
 class FolderCheckpoint final : public Checkpoint {
  public:
-  FolderCheckpoint(ModelDescription model, Shards shards)
-      : model_(std::move(model)), shards_(std::move(shards)) {}
+  FolderCheckpoint(ModelDescription model, const Quantization& quantization, Shards shards)
+      : model_(std::move(model)), quantization_(quantization), shards_(std::move(shards)) {}
 
   // Finds and checks every tensor of the served layers, and computes the fingerprint.
   absl::Status Resolve(const Family& family, const std::string& canonical_config);
@@ -129,13 +131,27 @@ class FolderCheckpoint final : public Checkpoint {
                              const LayerTensors& tensors) const;
 
   bool Has(const std::string& name) const { return shards_.tensors.count(name) != 0; }
-  // Marks a tensor as used, after checking its shape and that we compute with its dtype.
-  absl::StatusOr<DType> Use(const std::string& name, const std::vector<int64_t>& shape);
+  // Where the matrix of that name is, which may be quantised.
+  absl::StatusOr<StoredMatrix> Find(const std::string& name) const;
+  // Marks a tensor as used, after checking its shape, one of `shapes`, and its dtype.
+  absl::StatusOr<DType> UseOf(const std::string& name,
+                              const std::vector<std::vector<int64_t>>& shapes,
+                              absl::FunctionRef<bool(DType)> is_supported,
+                              const std::string& supported);
+  // The same for a dtype that we compute with.
+  absl::StatusOr<DType> Use(const std::string& name, const std::vector<int64_t>& shape) {
+    return UseOf(name, {shape}, IsActivationDType, "F32, BF16 and F16");
+  }
+  // The same for all tensors of an expert's matrix; sets the dtype and the format of its weights.
+  absl::Status UseMatrix(const Matrix& matrix, int32_t expert, DType* dtype, WeightFormat* format);
   // The same for one of the names a tensor may have.
   absl::StatusOr<std::string> UseOne(const std::string& block,
                                      const std::vector<std::string>& names,
                                      const std::vector<int64_t>& shape);
 
+  // What is wrong with element `index` of a tensor.
+  absl::Status BadElement(const std::string& name, int64_t index, const std::string& value,
+                          const std::string& expected) const;
   // The elements [first, first + count) of a tensor, refused if one is not finite.
   absl::Status ReadFinite(const std::string& name, int64_t first, int64_t count,
                           std::byte* destination) const;
@@ -145,9 +161,14 @@ class FolderCheckpoint final : public Checkpoint {
   absl::StatusOr<ExpertWeights> ReadMatrices(const ExpertDescriptor& shape,
                                              const std::vector<Matrix>& matrices,
                                              int32_t expert) const;
-  absl::Status ReadMatrix(const Matrix& matrix, int32_t expert, Tensor* destination) const;
+  // A matrix, and its scales if it has any, to their places.
+  absl::Status ReadMatrix(const Matrix& matrix, int32_t expert, Tensor* values,
+                          Tensor* scales) const;
+  absl::Status ReadScales(const Matrix& matrix, int32_t expert, const StoredMatrix& stored,
+                          Tensor* scales) const;
 
   ModelDescription model_;
+  const Quantization quantization_;
   Shards shards_;
   std::map<int32_t, LayerTensors> layers_;  // by decoder index
   std::set<std::string> used_;
@@ -313,11 +334,12 @@ absl::StatusOr<const ExpertLayout*> FolderCheckpoint::ResolveExperts(
   for (const ExpertLayout& layout : layouts) {
     *matrices = PlaceMatrices(layout, block, *experts, num_experts);
     const bool here = std::any_of(matrices->begin(), matrices->end(), [&](const Matrix& matrix) {
-      return Has(matrix.NameOfExpert(0));
+      const std::string name = matrix.NameOfExpert(0);
+      return Has(name) || Has(name + "_blocks");
     });
     if (!here) continue;
 
-    std::optional<DType> common;
+    std::optional<std::pair<DType, WeightFormat>> common;
     for (int32_t expert = 0; expert < std::max(num_experts, 1); ++expert) {
       for (Matrix& matrix : *matrices) {
         if (matrix.stacked > 0 && expert > 0) continue;
@@ -328,17 +350,23 @@ absl::StatusOr<const ExpertLayout*> FolderCheckpoint::ResolveExperts(
             found->second.info->shape == matrix.FileShape(matrix.stacked + identity_experts)) {
           matrix.stacked += identity_experts;
         }
-        ASSIGN_OR_RETURN(const DType dtype, Use(name, matrix.FileShape(matrix.stacked)));
-        if (matrix.is_bias()) continue;
-        if (common && *common != dtype) {
-          return absl::InvalidArgumentError(absl::StrCat("tensor '", name, "' is ", NameOf(dtype),
-                                                         ", expected ", NameOf(*common),
-                                                         " like the layer's other experts"));
+        if (matrix.is_bias()) {
+          RETURN_IF_ERROR(Use(name, matrix.FileShape(matrix.stacked)).status());
+          continue;
         }
-        common = dtype;
+        std::pair<DType, WeightFormat> type;
+        RETURN_IF_ERROR(UseMatrix(matrix, expert, &type.first, &type.second));
+        if (common && *common != type) {
+          return absl::InvalidArgumentError(
+              absl::StrCat("tensor '", name, "' is ", NameOf(type.first), " (", NameOf(type.second),
+                           "), expected ", NameOf(common->first), " (", NameOf(common->second),
+                           ") like the layer's other experts"));
+        }
+        common = type;
       }
     }
-    experts->weight_dtype = *common;
+    experts->weight_dtype = common->first;
+    experts->weight_format = common->second;
     return &layout;
   }
   return nullptr;
@@ -404,6 +432,7 @@ absl::Status FolderCheckpoint::RefuseUnknown(const Family& family, const LayerDe
          entry != shards_.tensors.end() && absl::StartsWith(entry->first, prefix); ++entry) {
       const std::string& name = entry->first;
       if (used_.count(name) != 0) continue;
+      if (!quantization_.none() && IsUnusedByQuantization(name)) continue;
       const int32_t expert = ExpertOfName(tensors.routed, name);
       if (expert >= router.num_experts + router.identity_experts) {
         return absl::InvalidArgumentError(absl::StrCat("tensor '", name, "' is of expert ", expert,
@@ -435,29 +464,89 @@ absl::StatusOr<std::string> FolderCheckpoint::UseOne(const std::string& block,
   return full_name;
 }
 
-absl::StatusOr<DType> FolderCheckpoint::Use(const std::string& name,
-                                            const std::vector<int64_t>& shape) {
+absl::StatusOr<StoredMatrix> FolderCheckpoint::Find(const std::string& name) const {
+  return FindMatrix(quantization_, name, [this](const std::string& tensor) {
+    const auto found = shards_.tensors.find(tensor);
+    return found == shards_.tensors.end() ? std::nullopt
+                                          : std::optional<DType>(found->second.info->dtype);
+  });
+}
+
+absl::StatusOr<DType> FolderCheckpoint::UseOf(const std::string& name,
+                                              const std::vector<std::vector<int64_t>>& shapes,
+                                              absl::FunctionRef<bool(DType)> is_supported,
+                                              const std::string& supported) {
+  const auto expected = [&shapes] {
+    std::vector<std::string> texts;
+    for (const std::vector<int64_t>& shape : shapes) texts.push_back(ShapeToString(shape));
+    return absl::StrJoin(texts, " or ");
+  };
   const auto found = shards_.tensors.find(name);
   if (found == shards_.tensors.end()) {
     return absl::InvalidArgumentError(
-        absl::StrCat("tensor '", name, "' is missing, expected with shape ", ShapeToString(shape)));
+        absl::StrCat("tensor '", name, "' is missing, expected with shape ", expected()));
   }
   const TensorLocation& location = found->second;
+  const std::vector<int64_t>& given = location.info->shape;
   // A vector may be stored as one row.
-  const bool one_row =
-      shape.size() == 1 && location.info->shape == std::vector<int64_t>{1, shape[0]};
-  if (location.info->shape != shape && !one_row) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        location.file->path(), ": tensor '", name, "' has shape ",
-        ShapeToString(location.info->shape), ", by config.json expected ", ShapeToString(shape)));
+  const bool fits = std::any_of(shapes.begin(), shapes.end(), [&](const auto& shape) {
+    return given == shape || (shape.size() == 1 && given == std::vector<int64_t>{1, shape[0]});
+  });
+  if (!fits) {
+    return absl::InvalidArgumentError(absl::StrCat(location.file->path(), ": tensor '", name,
+                                                   "' has shape ", ShapeToString(given),
+                                                   ", by config.json expected ", expected()));
   }
-  if (!IsActivationDType(location.info->dtype)) {
+  if (!is_supported(location.info->dtype)) {
     return absl::UnimplementedError(absl::StrCat(location.file->path(), ": tensor '", name, "' is ",
-                                                 NameOf(location.info->dtype),
-                                                 ", supported are F32, BF16 and F16"));
+                                                 NameOf(location.info->dtype), ", supported are ",
+                                                 supported));
   }
   used_.insert(name);
   return location.info->dtype;
+}
+
+absl::Status FolderCheckpoint::UseMatrix(const Matrix& matrix, int32_t expert, DType* dtype,
+                                         WeightFormat* format) {
+  ASSIGN_OR_RETURN(const StoredMatrix stored, Find(matrix.NameOfExpert(expert)));
+  *format = stored.format;
+  const std::vector<int64_t> shape = matrix.FileShape(matrix.stacked);
+  if (stored.format == WeightFormat::kPlain) {
+    ASSIGN_OR_RETURN(*dtype, Use(stored.values, shape));
+    return absl::OkStatus();
+  }
+  if (matrix.stacked > 0 && matrix.joined) {
+    return absl::UnimplementedError(absl::StrCat(
+        "tensor '", stored.values, "': quantised weights of this layout are not read"));
+  }
+  std::vector<int64_t> leading;
+  if (matrix.stacked > 0) leading.push_back(matrix.stacked);
+  if (stored.format == WeightFormat::kMxfp4) {
+    *dtype = DType::kF4;
+    if (matrix.cols % kMxBlockK != 0) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("tensor '", stored.values, "': expected a multiple of ", kMxBlockK,
+                       " weights in a row, by config.json there are ", matrix.cols));
+    }
+    std::vector<int64_t> blocks = leading;
+    blocks.insert(blocks.end(), {matrix.rows, matrix.cols / kMxBlockK, kMxBlockK / 2});
+    RETURN_IF_ERROR(UseOf(
+                        stored.values, {blocks}, [](DType d) { return d == DType::kU8; }, "U8")
+                        .status());
+  } else {
+    *dtype = DType::kF8_E4M3;
+    RETURN_IF_ERROR(
+        UseOf(
+            stored.values, {shape}, [](DType d) { return d == DType::kF8_E4M3; }, "F8_E4M3")
+            .status());
+  }
+  return UseOf(
+             stored.scales,
+             ScaleShapes(stored.format, matrix.rows, matrix.cols, matrix.transposed, leading),
+             [&stored](DType d) { return IsScaleDType(stored.format, d); },
+             stored.format == WeightFormat::kMxfp4 ? "U8 and F8_E8M0"
+                                                   : "F32, BF16, F16 and F8_E8M0")
+      .status();
 }
 
 int64_t FolderCheckpoint::ExpertBytes(int32_t layer) const {
@@ -471,18 +560,26 @@ absl::Status FolderCheckpoint::ReadFinite(const std::string& name, int64_t first
   const DType dtype = location.info->dtype;
   RETURN_IF_ERROR(
       location.file->Read(name, first * BytesOf(dtype), count * BytesOf(dtype), destination));
-  int64_t bad = KernelsOf(BestIsa()).find_not_finite(dtype, destination, count);
+  if (dtype == DType::kU8) return absl::OkStatus();  // codes that are all finite
+  const int64_t bad = KernelsOf(BestIsa()).find_not_finite(dtype, destination, count);
   if (bad < 0) return absl::OkStatus();
-  const float value = LoadFloat(dtype, destination, bad);
-  bad += first;
-  std::vector<int64_t> index(location.info->shape.size());
-  for (size_t i = index.size(); i-- > 0;) {
-    index[i] = bad % location.info->shape[i];
-    bad /= location.info->shape[i];
+  const std::string value =
+      dtype == DType::kF8_E4M3 ? "nan" : absl::StrCat(LoadFloat(dtype, destination, bad));
+  return BadElement(name, first + bad, value, "finite weights");
+}
+
+absl::Status FolderCheckpoint::BadElement(const std::string& name, int64_t index,
+                                          const std::string& value,
+                                          const std::string& expected) const {
+  const TensorLocation& location = shards_.tensors.at(name);
+  std::vector<int64_t> position(location.info->shape.size());
+  for (size_t i = position.size(); i-- > 0;) {
+    position[i] = index % location.info->shape[i];
+    index /= location.info->shape[i];
   }
   return absl::InvalidArgumentError(absl::StrCat(location.file->path(), ": tensor '", name, "' is ",
-                                                 value, " at ", ShapeToString(index),
-                                                 ", expected finite weights"));
+                                                 value, " at ", ShapeToString(position),
+                                                 ", expected ", expected));
 }
 
 absl::StatusOr<Tensor> FolderCheckpoint::ReadStored(const std::string& name) const {
@@ -508,22 +605,63 @@ absl::StatusOr<Tensor> FolderCheckpoint::ReadVector(const std::string& name) con
   return Widen(stored);
 }
 
-absl::Status FolderCheckpoint::ReadMatrix(const Matrix& matrix, int32_t expert,
-                                          Tensor* destination) const {
-  const std::string name = matrix.NameOfExpert(expert);
-  const int64_t count = matrix.rows * matrix.cols;
-  const int64_t first = matrix.stacked > 0 ? expert * count : 0;
-  const int64_t element = BytesOf(destination->dtype());
-  if (!matrix.transposed && matrix.order == GateUpOrder::kGateFirst) {
-    return ReadFinite(name, first, count,
-                      destination->data() + matrix.first_row * matrix.cols * element);
+absl::Status FolderCheckpoint::ReadMatrix(const Matrix& matrix, int32_t expert, Tensor* values,
+                                          Tensor* scales) const {
+  ASSIGN_OR_RETURN(const StoredMatrix stored, Find(matrix.NameOfExpert(expert)));
+  Matrix elements = matrix;
+  if (stored.format == WeightFormat::kMxfp4) {  // two in a byte, and in rows whatever the layout
+    elements.cols /= 2;
+    elements.transposed = false;
   }
-  Tensor stored(destination->dtype(), {count});
-  RETURN_IF_ERROR(ReadFinite(name, first, count, stored.data()));
-  if (element == 2) {
-    Arrange(matrix, stored.as<uint16_t>(), destination->as<uint16_t>());
+  const int64_t count = elements.rows * elements.cols;
+  const int64_t first = matrix.stacked > 0 ? expert * count : 0;
+  const int64_t element = BytesOf(values->dtype());
+  if (!elements.transposed && elements.order == GateUpOrder::kGateFirst) {
+    RETURN_IF_ERROR(ReadFinite(stored.values, first, count,
+                               values->data() + elements.first_row * elements.cols * element));
   } else {
-    Arrange(matrix, stored.as<uint32_t>(), destination->as<uint32_t>());
+    Tensor source(values->dtype(), {count});
+    RETURN_IF_ERROR(ReadFinite(stored.values, first, count, source.data()));
+    if (element == 1) {
+      Arrange(elements, source.as<uint8_t>(), values->as<uint8_t>());
+    } else if (element == 2) {
+      Arrange(elements, source.as<uint16_t>(), values->as<uint16_t>());
+    } else {
+      Arrange(elements, source.as<uint32_t>(), values->as<uint32_t>());
+    }
+  }
+  if (stored.format == WeightFormat::kPlain) return absl::OkStatus();
+  return ReadScales(matrix, expert, stored, scales);
+}
+
+absl::Status FolderCheckpoint::ReadScales(const Matrix& matrix, int32_t expert,
+                                          const StoredMatrix& stored, Tensor* scales) const {
+  const TensorLocation& location = shards_.tensors.at(stored.scales);
+  const DType dtype = location.info->dtype;
+  const int64_t count = NumElements(location.info->shape) / std::max<int64_t>(1, matrix.stacked);
+  const int64_t first = matrix.stacked > 0 ? expert * count : 0;
+  Tensor source(dtype, {count});
+  RETURN_IF_ERROR(location.file->Read(stored.scales, first * BytesOf(dtype), count * BytesOf(dtype),
+                                      source.data()));
+  if (const int64_t bad = FindBadScale(stored.format, source); bad >= 0) {
+    const bool mxfp4 = stored.format == WeightFormat::kMxfp4;
+    const uint8_t code = source.as<uint8_t>()[bad];
+    const std::string value = mxfp4 || dtype == DType::kF8_E8M0
+                                  ? absl::StrCat("the exponent ", int{code})
+                                  : absl::StrCat(LoadFloat(dtype, source.data(), bad));
+    return BadElement(stored.scales, first + bad, value,
+                      mxfp4 ? absl::StrCat("exponents of at most ", int{kMaxMxfp4Scale})
+                            : "positive finite scales");
+  }
+  Matrix rows = matrix;
+  const Tensor expanded =
+      ExpandScales(stored.format, source, matrix.rows, matrix.cols, matrix.transposed);
+  rows.cols = expanded.dim(1);
+  rows.transposed = false;
+  if (scales->dtype() == DType::kU8) {
+    Arrange(rows, expanded.as<uint8_t>(), scales->as<uint8_t>());
+  } else {
+    Arrange(rows, expanded.as<float>(), scales->as<float>());
   }
   return absl::OkStatus();
 }
@@ -533,16 +671,24 @@ absl::StatusOr<ExpertWeights> FolderCheckpoint::ReadMatrices(const ExpertDescrip
                                                              int32_t expert) const {
   const int64_t rows = (shape.gated ? 2 : 1) * shape.intermediate_size;
   ExpertWeights weights;
-  weights.gate_up = Tensor(shape.weight_dtype, {rows, shape.hidden_size});
-  weights.down = Tensor(shape.weight_dtype, {shape.hidden_size, shape.intermediate_size});
+  const auto allocate = [&shape](int64_t n, int64_t k, Tensor* values, Tensor* scales) {
+    const WeightFormat format = shape.weight_format;
+    *values =
+        Tensor(StorageDType(shape.weight_dtype), {n, format == WeightFormat::kMxfp4 ? k / 2 : k});
+    if (format == WeightFormat::kPlain) return;
+    *scales = Tensor(ScaleDType(format), {n, ScalesPerRow(format, k)});
+  };
+  allocate(rows, shape.hidden_size, &weights.gate_up, &weights.gate_up_scales);
+  allocate(shape.hidden_size, shape.intermediate_size, &weights.down, &weights.down_scales);
   if (shape.has_bias) {
     weights.gate_up_bias = Tensor(DType::kF32, {rows});
     weights.down_bias = Tensor(DType::kF32, {shape.hidden_size});
   }
   for (const Matrix& matrix : matrices) {
     if (!matrix.is_bias()) {
-      RETURN_IF_ERROR(ReadMatrix(matrix, expert,
-                                 matrix.part == Part::kDown ? &weights.down : &weights.gate_up));
+      const bool down = matrix.part == Part::kDown;
+      RETURN_IF_ERROR(ReadMatrix(matrix, expert, down ? &weights.down : &weights.gate_up,
+                                 down ? &weights.down_scales : &weights.gate_up_scales));
       continue;
     }
     Tensor& bias = matrix.part == Part::kDownBias ? weights.down_bias : weights.gate_up_bias;
@@ -613,10 +759,21 @@ absl::StatusOr<std::shared_ptr<const Checkpoint>> Checkpoint::Open(
   if (!config.ok()) return In(config_path, config.status());
   absl::StatusOr<DescribedModel> model = DescribeModel(*config, families);
   if (!model.ok()) return In(config_path, model.status());
+  std::string canonical_config = config->dump();
+  const std::string quantization_path = directory + "/hf_quant_config.json";
+  if (model->quantization.none() && std::filesystem::exists(quantization_path, error)) {
+    ASSIGN_OR_RETURN(const std::string text, ReadWholeFile(quantization_path));
+    const absl::StatusOr<json> file = ParseStrictJson(text);
+    if (!file.ok()) return In(quantization_path, file.status());
+    const absl::StatusOr<Quantization> quantization = ReadHfQuantConfig(*file);
+    if (!quantization.ok()) return In(quantization_path, quantization.status());
+    model->quantization = *quantization;
+    canonical_config += file->dump();
+  }
   ASSIGN_OR_RETURN(Shards shards, OpenShards(directory));
-  auto checkpoint =
-      std::make_shared<FolderCheckpoint>(std::move(model->description), std::move(shards));
-  RETURN_IF_ERROR(In(directory, checkpoint->Resolve(*model->family, config->dump())));
+  auto checkpoint = std::make_shared<FolderCheckpoint>(std::move(model->description),
+                                                       model->quantization, std::move(shards));
+  RETURN_IF_ERROR(In(directory, checkpoint->Resolve(*model->family, canonical_config)));
   return checkpoint;
 }
 

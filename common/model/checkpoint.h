@@ -26,13 +26,17 @@ struct RouterWeights {
   Tensor expert_input_norm = {};  // F32 [D], of what the experts see, or empty [0]
 };
 
-// One expert's matrices, each as stored (F32, BF16 or F16), in the canonical arrangement whatever
-// the file's.
+// One expert's matrices, each as stored, in the canonical arrangement whatever the file's.
 struct ExpertWeights {
   Tensor gate_up;       // [2F, D]: gate rows, then up rows; [F, D] where there is no gate
   Tensor down;          // [D, F]
   Tensor gate_up_bias;  // F32 [2F] or [F], or empty [0]
   Tensor down_bias;     // F32 [D], or empty [0]
+  // As WeightFormat says, the rows in the order of the matrix's; empty [0] for plain weights.
+  // Blocks of 128 rows are those of the gate, of the up and of the down projection, each from its
+  // row 0.
+  Tensor gate_up_scales;
+  Tensor down_scales;
 };
 
 // Opened by Open(), immutable afterwards; all methods may be called concurrently and block on file

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "common/dtype.h"
+#include "common/weight_format.h"
 
 namespace expertmesh {
 
@@ -101,14 +102,22 @@ struct ExpertDescriptor {
   float activation_limit = 0.0f;      // L
   bool gated = true;                  // false: no up projection
   bool has_bias = false;              // biases of all projections
-  DType weight_dtype = DType::kBF16;  // as stored: F32, BF16 or F16
+  DType weight_dtype = DType::kBF16;  // as stored: F32, BF16, F16, F8_E4M3 or F4
+  WeightFormat weight_format = WeightFormat::kPlain;
 };
 
-// Bytes of one expert's weights as stored; its biases are F32 in memory.
+// Bytes of one expert's weights as stored, scales repeated for every row; its biases are F32 in
+// memory.
 inline int64_t BytesOfExpert(const ExpertDescriptor& expert) {
   const int64_t rows = (expert.gated ? 2 : 1) * expert.intermediate_size;
+  const auto matrix = [&expert](int64_t n, int64_t k) {
+    const int64_t scales = n * ScalesPerRow(expert.weight_format, k);
+    return (n * k * BitsOf(expert.weight_dtype) +
+            scales * BitsOf(ScaleDType(expert.weight_format))) /
+           8;
+  };
   const int64_t biases = expert.has_bias ? rows + expert.hidden_size : 0;
-  return (rows + expert.intermediate_size) * expert.hidden_size * BytesOf(expert.weight_dtype) +
+  return matrix(rows, expert.hidden_size) + matrix(expert.hidden_size, expert.intermediate_size) +
          biases * BytesOf(DType::kF32);
 }
 

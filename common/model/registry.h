@@ -13,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "common/model/description.h"
+#include "common/model/quantization.h"
 #include "nlohmann/json_fwd.hpp"
 
 namespace expertmesh {
@@ -109,6 +110,8 @@ struct Family {
   Key<double> norm_epsilon = {};     // without names: gate.norm_epsilon
   Key<double> norm_p = {};           // without names: gate.norm_p; 0: gate.norm does not apply
   Key<double> scale = {{}, 1.0};
+  Key<double> routed_scale = {{}, 1.0};
+  Key<double> softcap = {{}, 0.0};
   Key<int64_t> num_groups = {{}, 1};  // 1: gate.group_score does not apply
   Key<int64_t> topk_groups = {{}, 1};
   Key<double> jitter = {{}, 0.0};
@@ -147,8 +150,9 @@ absl::Span<const Family> BuiltInFamilies();
 // A configuration, understood.
 struct DescribedModel {
   const Family* family = nullptr;  // one of those given
-  // weight_dtype of the layers is not known yet: the files say it.
+  // weight_dtype and weight_format of the layers are not known yet: the files say them.
   ModelDescription description;
+  Quantization quantization;
 };
 
 // Reads a parsed config.json. INVALID_ARGUMENT (a key that is missing, of the wrong type or

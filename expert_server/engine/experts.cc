@@ -54,15 +54,15 @@ int64_t GateUpRows(const ExpertDescriptor& descriptor) {
   return (descriptor.gated ? 2 : 1) * descriptor.intermediate_size;
 }
 
-int64_t StoredBytes(const ExpertDescriptor& descriptor) {
-  const int64_t rows = GateUpRows(descriptor);
-  const int64_t weights =
-      rows * descriptor.hidden_size + descriptor.hidden_size * descriptor.intermediate_size;
-  const int64_t biases = descriptor.has_bias ? rows + descriptor.hidden_size : 0;
-  return weights * BytesOf(descriptor.weight_dtype) + biases * BytesOf(DType::kF32);
-}
+int64_t StoredBytes(const ExpertDescriptor& descriptor) { return BytesOfExpert(descriptor); }
 
 absl::Status CheckComputed(const ExpertDescriptor& descriptor) {
+  const bool odd = descriptor.hidden_size % 2 == 1 || descriptor.intermediate_size % 2 == 1;
+  if (descriptor.weight_format == WeightFormat::kMxfp4 && odd) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("experts: expected even sizes for weights in mxfp4, got ",
+                     descriptor.hidden_size, " and ", descriptor.intermediate_size));
+  }
   if (descriptor.gated != IsGated(descriptor.activation)) {
     return absl::InvalidArgumentError(
         absl::StrCat("experts: gated: expected ", IsGated(descriptor.activation) ? "true" : "false",
@@ -91,9 +91,18 @@ absl::Status CheckWeights(const ExpertDescriptor& descriptor, const ExpertWeight
   };
   const int64_t rows = GateUpRows(descriptor);
   const int64_t hidden_size = descriptor.hidden_size;
-  RETURN_IF_ERROR(check("gate_up", weights.gate_up, descriptor.weight_dtype, {rows, hidden_size}));
-  RETURN_IF_ERROR(check("down", weights.down, descriptor.weight_dtype,
-                        {hidden_size, descriptor.intermediate_size}));
+  const auto check_matrix = [&](const char* name, const Tensor& values, const char* scales_name,
+                                const Tensor& scales, int64_t n, int64_t k) -> absl::Status {
+    const WeightFormat format = descriptor.weight_format;
+    const int64_t width = format == WeightFormat::kMxfp4 ? k / 2 : k;
+    RETURN_IF_ERROR(check(name, values, StorageDType(descriptor.weight_dtype), {n, width}));
+    if (format == WeightFormat::kPlain) return absl::OkStatus();
+    return check(scales_name, scales, ScaleDType(format), {n, ScalesPerRow(format, k)});
+  };
+  RETURN_IF_ERROR(check_matrix("gate_up", weights.gate_up, "gate_up_scales", weights.gate_up_scales,
+                               rows, hidden_size));
+  RETURN_IF_ERROR(check_matrix("down", weights.down, "down_scales", weights.down_scales,
+                               hidden_size, descriptor.intermediate_size));
   if (!descriptor.has_bias) return absl::OkStatus();
   RETURN_IF_ERROR(check("gate_up_bias", weights.gate_up_bias, DType::kF32, {rows}));
   return check("down_bias", weights.down_bias, DType::kF32, {hidden_size});

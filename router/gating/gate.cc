@@ -258,9 +258,6 @@ absl::Status ValidateRouter(const RouterDescriptor& router) {
       }
       break;
   }
-  if (router.input_norm.present) {
-    return absl::UnimplementedError("router: a norm of the gate's input");
-  }
   if (router.group_score != GroupScore::kNone) {
     if (router.num_groups < 1 || num_ids % router.num_groups != 0) {
       return absl::InvalidArgumentError(absl::StrCat("router: num_groups must divide the ", num_ids,
@@ -358,8 +355,6 @@ absl::StatusOr<Gate> Gate::Create(const RouterDescriptor& router, RouterWeights 
   ASSIGN_OR_RETURN(gate.per_expert_scale_,
                    PerExpert("per_expert_scale", router.has_per_expert_scale, num_ids,
                              weights.per_expert_scale));
-  ASSIGN_OR_RETURN(gate.input_norm_, RmsNorm::Create(router.input_norm, "the router's input norm",
-                                                     gate.hidden_size_, weights.input_norm));
 
   if (kind == EngineKind::kForLoop) {
     gate.weight_ = weight;
@@ -421,12 +416,7 @@ absl::StatusOr<Routing> Gate::Route(const TensorView& hidden_states, int64_t fir
   const int64_t bad_value = KernelsOf(isa_).find_not_finite(hidden_states.dtype, hidden_states.data,
                                                             tokens * hidden_size_);
   const int64_t good = bad_value < 0 ? tokens : bad_value / hidden_size_;
-  if (input_norm_.present()) {
-    const Tensor normalised = input_norm_.Apply(hidden_states, good, DType::kF32);
-    ComputeLogits(normalised, good, routing.logits.as<float>());
-  } else {
-    ComputeLogits(hidden_states, good, routing.logits.as<float>());
-  }
+  ComputeLogits(hidden_states, good, routing.logits.as<float>());
   const absl::Span<float> logits(routing.logits.as<float>(), static_cast<size_t>(good * num_ids));
   if (router_.has_logits_bias) {
     const ScopedFlushDenormals flush;

@@ -16,7 +16,6 @@
 #include "common/model/checkpoint.h"
 #include "common/model/description.h"
 #include "common/tensor.h"
-#include "router/gating/input_norm.h"
 
 namespace expertmesh {
 
@@ -69,14 +68,14 @@ class Gate {
   static absl::StatusOr<Gate> Create(const RouterDescriptor& router, RouterWeights weights,
                                      EngineKind kind = EngineKind::kGrouped, Isa isa = BestIsa());
 
-  // hidden_states: F32, BF16 or F16 [T, D]; first_row: what row 0 is called in error texts.
+  // hidden_states: F32, BF16 or F16 [T, D], normalised already where the descriptor has an
+  // input_norm (see RowNorm); first_row: what row 0 is called in error texts.
   // INVALID_ARGUMENT naming the first row with a hidden state or a logit that is not finite, or a
   // shape or dtype that does not fit.
   //
   // A logit is one chain of fused multiply-adds from +0, over pairs of neighbouring k, the odd one
   // first, for BF16 and F16 weights (K padded with zeros to a multiple of 2), over ascending k for
-  // F32 weights; then the logits bias is added. Where there is an input norm, the hidden states are
-  // its F32 output.
+  // F32 weights; then the logits bias is added.
   absl::StatusOr<Routing> Route(const TensorView& hidden_states, int64_t first_row = 0) const;
 
   // D of the hidden states.
@@ -97,7 +96,6 @@ class Gate {
   std::vector<float> logits_bias_;       // [N] or empty
   std::vector<float> selection_bias_;    // [N] or empty
   std::vector<float> per_expert_scale_;  // [N] or empty
-  RmsNorm input_norm_;
 };
 
 }  // namespace expertmesh

@@ -2,68 +2,57 @@
 
 #include <cmath>
 
-#include "common/dtype.h"
+#include "absl/strings/str_cat.h"
 #include "common/numerics/flush_denormals.h"
 
 namespace expertmesh {
 namespace {
 
-// Normalises a row in place; see RmsNorm::Apply.
-KERNEL_FMA KERNEL_NOINLINE void NormaliseRow(const InputNorm& norm,
-                                             const std::vector<float>& weight, float* x) {
-  constexpr size_t kChains = 8;
-  const size_t size = weight.size();
-  float s[kChains] = {};
-  size_t k = 0;
-  for (; k + kChains <= size; k += kChains) {
-    for (size_t j = 0; j < kChains; ++j) s[j] = std::fma(x[k + j], x[k + j], s[j]);
-  }
-  for (size_t j = 0; k + j < size; ++j) s[j] = std::fma(x[k + j], x[k + j], s[j]);
-  const float sum = ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
-  const float r = 1.0f / std::sqrt(sum / static_cast<float>(size) + norm.epsilon);
-  for (size_t i = 0; i < size; ++i) x[i] = x[i] * r * weight[i] * norm.factor;
+// `row`: D values; they are replaced.
+KERNEL_NOINLINE KERNEL_FMA void Normalise(const InputNorm& norm, const std::vector<float>& weight,
+                                          float* row) {
+  float sum = 0.0f;
+  for (size_t k = 0; k < weight.size(); ++k) sum = std::fma(row[k], row[k], sum);
+  const float mean = sum / static_cast<float>(weight.size());
+  const float scale = 1.0f / std::sqrt(mean + norm.epsilon);
+  for (size_t k = 0; k < weight.size(); ++k) row[k] = row[k] * scale * weight[k] * norm.factor;
 }
 
 }  // namespace
 
-absl::StatusOr<RmsNorm> RmsNorm::Create(const InputNorm& norm, const char* name,
-                                        int64_t hidden_size, const Tensor& weight) {
-  const std::vector<int64_t> expected = {norm.present ? hidden_size : 0};
-  if (weight.dtype() != DType::kF32 || weight.shape() != expected) {
-    return absl::InvalidArgumentError(absl::StrCat(name, " must be F32 ", ShapeToString(expected),
-                                                   ", got ", NameOf(weight.dtype()), " ",
+absl::StatusOr<RowNorm> RowNorm::Create(const InputNorm& norm, const Tensor& weight,
+                                        int64_t hidden_size) {
+  if (weight.dtype() != DType::kF32 || weight.num_elements() != hidden_size) {
+    return absl::InvalidArgumentError(absl::StrCat("input_norm: expected F32 [", hidden_size,
+                                                   "], got ", NameOf(weight.dtype()), " ",
                                                    ShapeToString(weight.shape())));
   }
-  RmsNorm result;
-  if (!norm.present) return result;
-  // With an epsilon, a row of zeros stays one.
-  if (!std::isfinite(norm.epsilon) || norm.epsilon <= 0.0f || !std::isfinite(norm.factor)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(name, ": epsilon must be finite and positive, the factor finite, got ",
-                     norm.epsilon, " and ", norm.factor));
+  if (!std::isfinite(norm.epsilon) || norm.epsilon < 0.0f || !std::isfinite(norm.factor)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "input_norm: expected a finite epsilon of at least 0 and a finite factor, got ",
+        norm.epsilon, " and ", norm.factor));
   }
+  RowNorm result;
   result.norm_ = norm;
   result.weight_.assign(weight.as<float>(), weight.as<float>() + hidden_size);
-  for (size_t i = 0; i < result.weight_.size(); ++i) {
-    if (!std::isfinite(result.weight_[i])) {
-      return absl::InvalidArgumentError(absl::StrCat(name, "[", i, "] is not finite"));
-    }
-  }
   return result;
 }
 
-Tensor RmsNorm::Apply(const TensorView& x, int64_t rows, DType out) const {
-  const int64_t size = static_cast<int64_t>(weight_.size());
-  Tensor result(out, {x.shape[0], size});
+Tensor RowNorm::Apply(const TensorView& rows, DType dtype) const {
+  const int64_t hidden = static_cast<int64_t>(weight_.size());
+  const int64_t tokens = rows.shape[0];
+  Tensor result(dtype, {tokens, hidden});
   std::vector<float> row(weight_.size());
-  const ScopedFlushDenormals flush;
-  for (int64_t first = 0; first < rows * size; first += size) {
-    for (int64_t k = 0; k < size; ++k) {
-      row[static_cast<size_t>(k)] = LoadFloat(x.dtype, x.data, first + k);
+  for (int64_t t = 0; t < tokens; ++t) {
+    for (int64_t k = 0; k < hidden; ++k) {
+      row[k] = LoadFloat(rows.dtype, rows.data, t * hidden + k);
     }
-    NormaliseRow(norm_, weight_, row.data());
-    for (int64_t k = 0; k < size; ++k) {
-      StoreFloat(out, result.data(), first + k, row[static_cast<size_t>(k)]);
+    {
+      const ScopedFlushDenormals flush;
+      Normalise(norm_, weight_, row.data());
+    }
+    for (int64_t k = 0; k < hidden; ++k) {
+      StoreFloat(dtype, result.data(), t * hidden + k, row[k]);
     }
   }
   return result;

@@ -1,37 +1,33 @@
-// The normalisation of what a gate or the experts of a layer see.
+// Normalisation of the rows that a layer's gate or its experts see, where that is part of the
+// block.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "common/dtype.h"
 #include "common/model/description.h"
 #include "common/tensor.h"
 
 namespace expertmesh {
 
-// Immutable; all methods may be called concurrently. Sets the floating-point environment itself.
-class RmsNorm {
+// Immutable; Apply may be called concurrently.
+class RowNorm {
  public:
-  RmsNorm() = default;  // of a layer without one
+  // weight: F32 [hidden_size]. INVALID_ARGUMENT naming what does not fit.
+  static absl::StatusOr<RowNorm> Create(const InputNorm& norm, const Tensor& weight,
+                                        int64_t hidden_size);
 
-  // weight: F32 [hidden_size] where there is a norm, else empty; `name` is what errors call it.
-  // INVALID_ARGUMENT if it does not fit or is not finite, or if the norm's epsilon is not positive
-  // or its factor not finite.
-  static absl::StatusOr<RmsNorm> Create(const InputNorm& norm, const char* name,
-                                        int64_t hidden_size, const Tensor& weight);
-
-  bool present() const { return norm_.present; }
-
-  // The first `rows` rows of x, F32, BF16 or F16 [T, hidden_size], normalised in fp32 and rounded
-  // once to `out`: [T, hidden_size], zeros from row `rows` on.
-  //
-  // Per row: the sum of squares in 8 chains of fused multiply-adds from +0, chain j over ascending
-  // k = j mod 8, added as ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7)); r = 1 / sqrt(sum / D +
-  // epsilon); then x r weight factor from left to right, each product rounded.
-  Tensor Apply(const TensorView& x, int64_t rows, DType out) const;
+  // rows: F32, BF16 or F16 [T, hidden_size]. The normalised rows in `dtype`, one of the same:
+  // y = x (1 / sqrt(S / D + epsilon)) weight factor, multiplied from left to right in fp32, rounded
+  // once; S is one chain of fused multiply-adds x^2 from +0 over ascending columns. A row with a
+  // value that is not finite gives one that is not, either.
+  Tensor Apply(const TensorView& rows, DType dtype) const;
 
  private:
+  RowNorm() = default;
+
   InputNorm norm_;
   std::vector<float> weight_;
 };

@@ -378,9 +378,9 @@ TEST_F(CheckpointTest, RefusesBadConfigurationsNamingTheKey) {
       {"hidden_act", "gelu", "UNIMPLEMENTED", {"hidden_act", "'gelu'", "silu"}},
       {"hidden_act", 1, "INVALID_ARGUMENT", {"hidden_act", "a string"}},
       {"quantization_config",
-       {{"quant_method", "fp8"}},
+       {{"quant_method", "gptq"}},
        "UNIMPLEMENTED",
-       {"quantization_config", "fp8"}},
+       {"quantization_config", "gptq"}},
       {"quantization_config", json::object(), "UNIMPLEMENTED", {"quantization_config"}},
   };
   for (const auto& bad : cases) {

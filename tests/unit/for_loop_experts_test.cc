@@ -40,26 +40,28 @@ absl::StatusOr<std::unique_ptr<Experts>> Make(const ExpertDescriptor& descriptor
   return experts;
 }
 
-class ForLoopExpertsTest : public testing::TestWithParam<std::tuple<DType, DType, float>> {};
+class ForLoopExpertsTest : public testing::TestWithParam<std::tuple<WeightType, DType, float>> {};
 
 TEST_P(ForLoopExpertsTest, HasTheBitsOfTheContract) {
-  const auto [weight_dtype, dtype, scale] = GetParam();
+  const auto [type, dtype, scale] = GetParam();
   std::mt19937 rng(7);
   struct Case {
     Shape shape;
     Activation activation;
     bool has_bias;
   };
-  std::vector<Case> cases = {{{160, 96}, Activation::kSiluGlu, false}};
+  std::vector<Case> cases = {{{160, 96}, Activation::kSiluGlu, false},
+                             {{300, 134}, Activation::kSiluGlu, true}};
   for (const Activation activation : AllActivations()) {
     for (const bool has_bias : {false, true}) cases.push_back({{33, 17}, activation, has_bias});
     cases.push_back({{8, 1}, activation, false});
   }
   for (const auto& [shape, activation, has_bias] : cases) {
+    const int64_t hidden_size = type.Width(shape.hidden_size);
     SCOPED_TRACE(absl::StrCat("D ", shape.hidden_size, ", activation ",
                               static_cast<int>(activation), ", bias ", has_bias));
     const ExpertDescriptor descriptor =
-        Expert(activation, has_bias, weight_dtype, shape.hidden_size, shape.intermediate_size);
+        Expert(activation, has_bias, type, hidden_size, type.Width(shape.intermediate_size));
     std::vector<ExpertWeights> experts, copies;
     for (int e = 0; e < 3; ++e) {
       experts.push_back(RandomExpert(descriptor, scale, rng));
@@ -67,12 +69,12 @@ TEST_P(ForLoopExpertsTest, HasTheBitsOfTheContract) {
     }
     auto engine = Make(descriptor, experts);
     ASSERT_TRUE(engine.ok());
-    const Tensor rows = RandomTensor(dtype, {4, shape.hidden_size}, 1.0f, rng);
+    const Tensor rows = RandomTensor(dtype, {4, hidden_size}, 1.0f, rng);
     const std::vector<int32_t> ids = {0, 2};
     const std::vector<int64_t> m_sizes = {4, 4};
     const std::vector<int32_t> gather = {1, 0, 3, -1, 2, 1, -1, -1};
     const ExpertBatch batch = {rows, ids, m_sizes, gather};
-    Tensor output(ReplyDType(dtype), {5, shape.hidden_size});
+    Tensor output(ReplyDType(dtype), {5, hidden_size});
     EXPECT_EQ((*engine)->Forward(batch, output.data()).code(),
               absl::StatusCode::kFailedPrecondition);
     ASSERT_TRUE((*engine)->Prepare().ok());
@@ -83,8 +85,8 @@ TEST_P(ForLoopExpertsTest, HasTheBitsOfTheContract) {
     for (size_t i = 0; i < expected.size(); ++i) {
       const auto [expert, row] = expected[i];
       const std::vector<float> y = Reference(descriptor, copies[expert], dtype, rows, row);
-      for (int64_t d = 0; d < shape.hidden_size; ++d) {
-        const float got = LoadFloat(output.dtype(), output.data(), i * shape.hidden_size + d);
+      for (int64_t d = 0; d < hidden_size; ++d) {
+        const float got = LoadFloat(output.dtype(), output.data(), i * hidden_size + d);
         ASSERT_EQ(std::bit_cast<uint32_t>(got), std::bit_cast<uint32_t>(y[d]))
             << "position " << i << ", channel " << d << ": expected " << y[d] << ", got " << got;
         nonzero += y[d] != 0.0f;
@@ -95,7 +97,7 @@ TEST_P(ForLoopExpertsTest, HasTheBitsOfTheContract) {
 }
 
 INSTANTIATE_TEST_SUITE_P(AllDtypes, ForLoopExpertsTest,
-                         testing::Combine(testing::Values(DType::kF32, DType::kBF16, DType::kF16),
+                         testing::Combine(testing::ValuesIn(AllWeightTypes()),
                                           testing::Values(DType::kF32, DType::kBF16, DType::kF16),
                                           testing::Values(0.1f, 3.0f)));
 

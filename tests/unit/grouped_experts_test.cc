@@ -29,12 +29,13 @@ struct Layer {
   }
 };
 
-Layer RandomLayer(DType dtype, int64_t experts, int64_t hidden_size, int64_t intermediate_size,
-                  float scale, std::mt19937& rng) {
+Layer RandomLayer(const WeightType& type, int64_t experts, int64_t hidden_size,
+                  int64_t intermediate_size, float scale, std::mt19937& rng) {
   Layer layer;
   layer.descriptor.hidden_size = hidden_size;
   layer.descriptor.intermediate_size = intermediate_size;
-  layer.descriptor.weight_dtype = dtype;
+  layer.descriptor.weight_dtype = type.dtype;
+  layer.descriptor.weight_format = type.format;
   for (int64_t e = 0; e < experts; ++e) {
     layer.weights.push_back(RandomExpert(layer.descriptor, scale, rng));
   }
@@ -78,10 +79,10 @@ std::string Forward(const Experts& experts, const Batch& batch, int64_t hidden_s
   return std::string(reinterpret_cast<const char*>(output.data()), output.num_bytes());
 }
 
-class SameBits : public testing::TestWithParam<std::tuple<DType, DType>> {};
+class SameBits : public testing::TestWithParam<std::tuple<WeightType, DType>> {};
 
 TEST_P(SameBits, AsForLoopExperts) {
-  const auto& [weight_dtype, dtype] = GetParam();
+  const auto& [type, dtype] = GetParam();
   std::mt19937 rng(21);
   struct Case {
     int64_t hidden_size, intermediate_size;
@@ -103,21 +104,22 @@ TEST_P(SameBits, AsForLoopExperts) {
       {40, 24, 0.1f, {299, 254, 158, 278, 167, 343, 263, 286}, false},
   };
   for (const Case& c : cases) {
-    const Layer layer =
-        RandomLayer(weight_dtype, 9, c.hidden_size, c.intermediate_size, c.scale, rng);
-    const Batch batch =
-        RandomBatch(dtype, c.hidden_size, {0, 1, 2, 3, 4, 5, 6, 8}, c.positions, c.padded, rng);
-    const auto reference = layer.Make({.kind = EngineKind::kForLoop});
-    const std::string expected = Forward(*reference, batch, c.hidden_size);
     // Weights that F16 cannot hold are zero, as are then all results.
-    if (c.scale < 1e-6f && weight_dtype == DType::kF16) continue;
+    if (c.scale < 1e-6f && type.dtype == DType::kF16) continue;
+    const int64_t hidden_size = type.Width(c.hidden_size);
+    const int64_t intermediate_size = type.Width(c.intermediate_size);
+    const Layer layer = RandomLayer(type, 9, hidden_size, intermediate_size, c.scale, rng);
+    const Batch batch =
+        RandomBatch(dtype, hidden_size, {0, 1, 2, 3, 4, 5, 6, 8}, c.positions, c.padded, rng);
+    const auto reference = layer.Make({.kind = EngineKind::kForLoop});
+    const std::string expected = Forward(*reference, batch, hidden_size);
     for (const Isa isa : SupportedIsas()) {
       for (const int threads : {1, 2}) {
         const auto grouped =
             layer.Make({.kind = EngineKind::kGrouped, .isa = isa, .threads = threads});
-        EXPECT_TRUE(Forward(*grouped, batch, c.hidden_size) == expected)
-            << NameOf(isa) << ", " << threads << " threads, D " << c.hidden_size << ", F "
-            << c.intermediate_size << ", scale " << c.scale;
+        EXPECT_TRUE(Forward(*grouped, batch, hidden_size) == expected)
+            << NameOf(isa) << ", " << threads << " threads, D " << hidden_size << ", F "
+            << intermediate_size << ", scale " << c.scale;
       }
     }
   }
@@ -125,15 +127,15 @@ TEST_P(SameBits, AsForLoopExperts) {
 
 // Every activation, with biases and without; one expert of a width that is no multiple of anything.
 TEST_P(SameBits, WhateverTheActivation) {
-  const auto& [weight_dtype, dtype] = GetParam();
+  const auto& [type, dtype] = GetParam();
   std::mt19937 rng(27);
   for (const Activation activation : AllActivations()) {
     for (const bool has_bias : {false, true}) {
-      for (const auto& [hidden_size, intermediate_size] :
+      for (const auto& [d, f] :
            std::vector<std::pair<int64_t, int64_t>>{{35, 17}, {96, 130}, {8, 1}}) {
+        const int64_t hidden_size = type.Width(d), intermediate_size = type.Width(f);
         Layer layer;
-        layer.descriptor =
-            Expert(activation, has_bias, weight_dtype, hidden_size, intermediate_size);
+        layer.descriptor = Expert(activation, has_bias, type, hidden_size, intermediate_size);
         for (int e = 0; e < 3; ++e)
           layer.weights.push_back(RandomExpert(layer.descriptor, 0.3f, rng));
         Batch batch = RandomBatch(dtype, hidden_size, {0, 2}, {7, 24}, true, rng);
@@ -155,12 +157,12 @@ TEST_P(SameBits, WhateverTheActivation) {
 }
 
 std::string FormatsName(const testing::TestParamInfo<SameBits::ParamType>& test) {
-  const auto& [weight_dtype, dtype] = test.param;
-  return std::string(NameOf(weight_dtype)) + "_x_" + NameOf(dtype);
+  const auto& [type, dtype] = test.param;
+  return NameOf(type) + "_x_" + NameOf(dtype);
 }
 
 INSTANTIATE_TEST_SUITE_P(AllDtypes, SameBits,
-                         testing::Combine(testing::Values(DType::kF32, DType::kBF16, DType::kF16),
+                         testing::Combine(testing::ValuesIn(AllWeightTypes()),
                                           testing::Values(DType::kF32, DType::kBF16, DType::kF16)),
                          FormatsName);
 

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <bit>
 #include <cmath>
@@ -52,18 +53,34 @@ std::vector<float> Widened(const Tensor& tensor) {
   return values;
 }
 
+// Weights of which kTiny activations make products as small as RandomData does.
+RandomWeights RandomMatrix(const WeightType& type, DType activations, int64_t n, int64_t k,
+                           Data data, std::mt19937& rng) {
+  if (type.format == WeightFormat::kPlain) {
+    return {type.format, RandomData(type.dtype, activations, {n, k}, data, rng), Tensor()};
+  }
+  const float tiny = type.format == WeightFormat::kMxfp4 ? std::ldexp(1.0f, -64) : 2.0f;
+  return MakeWeights(type, n, k, data == Data::kTame ? 0.3f : tiny, rng);
+}
+
+// The other factor that RandomData should make small numbers for.
+DType FactorOf(const WeightType& type) {
+  // Chains of fp8 are those of the unscaled codes, which have no small exponents either.
+  return type.dtype == DType::kF8_E4M3 ? DType::kF16 : type.dtype;
+}
+
 struct Matrices {
   PackedWeights packed;
-  std::vector<Tensor> weights;
+  std::vector<RandomWeights> weights;
 };
 
-Matrices MakeMatrices(DType dtype, DType activations, int64_t num, int64_t n, int64_t k, Data data,
-                      std::mt19937& rng) {
+Matrices MakeMatrices(const WeightType& type, DType activations, int64_t num, int64_t n, int64_t k,
+                      Data data, std::mt19937& rng) {
   Matrices m;
-  m.packed = PackedWeights(dtype, num, n, k);
+  m.packed = PackedWeights(type.format, type.dtype, num, n, k);
   for (int64_t i = 0; i < num; ++i) {
-    m.weights.push_back(RandomData(dtype, activations, {n, k}, data, rng));
-    m.packed.Pack(i, m.weights.back());
+    m.weights.push_back(RandomMatrix(type, activations, n, k, data, rng));
+    m.packed.Pack(i, m.weights.back().View());
   }
   return m;
 }
@@ -107,7 +124,7 @@ std::vector<float> Reference(const Matrices& m, const Tensor& x,
   int64_t row = 0;
   for (size_t e = 0; e < rows_per_expert.size(); ++e) {
     for (int64_t i = 0; i < rows_per_expert[e]; ++i, ++row) {
-      ForLoopMatVec(rows.data() + row * x.dim(1), m.weights[e], y.data() + row * n);
+      ForLoopMatVec(rows.data() + row * x.dim(1), m.weights[e].View(), y.data() + row * n);
     }
   }
   return y;
@@ -121,18 +138,18 @@ void ExpectSameBits(const std::vector<float>& got, const std::vector<float>& exp
     nonzero += expected[i] != 0.0f;
     differ += std::bit_cast<uint32_t>(got[i]) != std::bit_cast<uint32_t>(expected[i]);
   }
-  EXPECT_GT(nonzero, got.size() / 8) << what;
+  EXPECT_GT(nonzero, got.size() / 16) << what;
   EXPECT_EQ(differ, 0u) << "of " << got.size() << " elements: " << what;
 }
 
 struct Formats {
-  DType weights;
+  WeightType weights;
   DType activations;
 };
 
 // No products of two F16 numbers are as small as kTiny wants.
 bool Possible(const Formats& formats, Data data) {
-  return data == Data::kTame || formats.weights != DType::kF16 ||
+  return data == Data::kTame || FactorOf(formats.weights) != DType::kF16 ||
          formats.activations != DType::kF16;
 }
 
@@ -145,13 +162,15 @@ TEST_P(GemmTest, HasTheBitsOfTheScalarChain) {
   std::mt19937 rng(11);
   ComputePool one(1), two(2);
   for (const auto& [n, k] :
-       std::vector<std::pair<int64_t, int64_t>>{{200, 301}, {64, 512}, {7, 2}}) {
+       std::vector<std::pair<int64_t, int64_t>>{{200, 301}, {64, 512}, {70, 650}, {7, 2}}) {
+    if (k % 2 == 1 && formats.weights.format == WeightFormat::kMxfp4) continue;
     const std::vector<int64_t> rows = {1, 0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 33};
     int64_t total = 0;
     for (const int64_t r : rows) total += r;
     const Matrices m =
         MakeMatrices(formats.weights, formats.activations, rows.size(), n, k, data, rng);
-    const Tensor x = RandomData(formats.activations, formats.weights, {total, k}, data, rng);
+    const Tensor x =
+        RandomData(formats.activations, FactorOf(formats.weights), {total, k}, data, rng);
     const std::vector<float> expected = Reference(m, x, rows);
     for (const GroupedGemm::Tuning tuning :
          {GroupedGemm::Tuning{}, GroupedGemm::Tuning{6, 0, 16}, GroupedGemm::Tuning{3, 1, 7},
@@ -167,6 +186,64 @@ TEST_P(GemmTest, HasTheBitsOfTheScalarChain) {
   }
 }
 
+// Neighbouring k change places on both sides: the same products in another order. What the other
+// tests compare would not notice a kernel that adds them so, if no bit depended on it.
+TEST_P(GemmTest, AnotherOrderIsSeen) {
+  const auto& [isa, formats, data] = GetParam();
+  if (!Possible(formats, data)) return;
+  std::mt19937 rng(13);
+  ComputePool one(1);
+  const int64_t n = 64, k = 256;
+  const std::vector<int64_t> rows = {5};
+  const Matrices m = MakeMatrices(formats.weights, formats.activations, 1, n, k, data, rng);
+  const Tensor x = RandomData(formats.activations, FactorOf(formats.weights), {5, k}, data, rng);
+  const std::vector<float> y = Multiply(isa, one, m, x, rows, {});
+  const auto swap = [](Tensor& tensor) {
+    const int64_t bytes = BytesOf(tensor.dtype());
+    for (std::byte* at = tensor.data(); at < tensor.data() + tensor.num_bytes(); at += 2 * bytes) {
+      std::swap_ranges(at, at + bytes, at + bytes);
+    }
+  };
+  Matrices swapped = m;
+  Tensor swapped_x = x;
+  swap(swapped_x);
+  if (formats.weights.format == WeightFormat::kMxfp4) {
+    for (int64_t i = 0; i < n * k / 2; ++i) {
+      uint8_t& byte = swapped.weights[0].values.as<uint8_t>()[i];
+      byte = static_cast<uint8_t>(byte >> 4 | byte << 4);
+    }
+  } else {
+    swap(swapped.weights[0].values);
+  }
+  const std::vector<float> other = Reference(swapped, swapped_x, rows);
+  int64_t differ = 0;
+  for (size_t i = 0; i < y.size(); ++i) differ += y[i] != other[i];
+  EXPECT_GT(differ, n * 5 / 8);
+}
+
+// Scales belong to their rows and blocks.
+TEST_P(GemmTest, SwappedScalesAreSeen) {
+  const auto& [isa, formats, data] = GetParam();
+  if (formats.weights.format == WeightFormat::kPlain || !Possible(formats, data)) return;
+  std::mt19937 rng(14);
+  ComputePool one(1);
+  const int64_t n = 130, k = 512;
+  const std::vector<int64_t> rows = {3};
+  Matrices m = MakeMatrices(formats.weights, formats.activations, 1, n, k, data, rng);
+  const Tensor x = RandomData(formats.activations, FactorOf(formats.weights), {3, k}, data, rng);
+  const std::vector<float> y = Multiply(isa, one, m, x, rows, {});
+  Tensor& scales = m.weights[0].scales;
+  std::byte* const row = scales.data() + 5 * scales.num_bytes() / n;
+  std::swap_ranges(row, row + scales.num_bytes() / n, row + scales.num_bytes() / n);
+  m.packed.Pack(0, m.weights[0].View());
+  const std::vector<float> other = Multiply(isa, one, m, x, rows, {});
+  for (int64_t r = 0; r < 3; ++r) {
+    for (int64_t c = 0; c < n; ++c) {
+      EXPECT_EQ(y[r * n + c] != other[r * n + c], c == 5 || c == 6) << r << ", " << c;
+    }
+  }
+}
+
 TEST_P(GemmTest, SplitsLargeGroups) {
   const auto& [isa, formats, data] = GetParam();
   if (!Possible(formats, data)) return;
@@ -174,14 +251,15 @@ TEST_P(GemmTest, SplitsLargeGroups) {
   ComputePool two(2);
   const std::vector<int64_t> rows = {300, 0, 1100};
   const Matrices m =
-      MakeMatrices(formats.weights, formats.activations, rows.size(), 16, 33, data, rng);
-  const Tensor x = RandomData(formats.activations, formats.weights, {1400, 33}, data, rng);
+      MakeMatrices(formats.weights, formats.activations, rows.size(), 16, 34, data, rng);
+  const Tensor x =
+      RandomData(formats.activations, FactorOf(formats.weights), {1400, 34}, data, rng);
   ExpectSameBits(Multiply(isa, two, m, x, rows, {}), Reference(m, x, rows), "large groups");
 }
 
 std::vector<Formats> AllFormats() {
   std::vector<Formats> all;
-  for (const DType weights : {DType::kF32, DType::kBF16, DType::kF16}) {
+  for (const WeightType& weights : AllWeightTypes()) {
     for (const DType activations : {DType::kF32, DType::kBF16, DType::kF16}) {
       all.push_back({weights, activations});
     }
@@ -216,6 +294,142 @@ INSTANTIATE_TEST_SUITE_P(All, KernelTest, testing::ValuesIn(SupportedIsas()),
 KERNEL_NOINLINE KERNEL_FMA float ScalarActivate(const ActivationFunction& function, float g,
                                                 float u) {
   return Activate(function, g, u);
+}
+
+// Every code (and every scale that there may be) in every place of a line.
+TEST_P(KernelTest, WideningAgreesWithTheScalarConversions) {
+  const auto flushed = [](float value) {
+    return std::fabs(value) < std::numeric_limits<float>::min() ? 0.0f : value;
+  };
+  for (const TileKernels* tiles : {&kernels_.fp8, &kernels_.fp8_pairs}) {
+    if (tiles->empty()) continue;
+    for (int shift = 0; shift < 256; ++shift) {
+      Tensor codes(DType::kF8_E4M3, {16, 4}), packed(DType::kU8, {64}), wide(DType::kBF16, {64});
+      for (int i = 0; i < 64; ++i) {
+        const auto code = static_cast<uint8_t>(i + shift);
+        codes.as<uint8_t>()[i] = IsNaNE4M3(code) ? 0 : code;
+      }
+      kernels_.pack_lines(WeightFormat::kFp8Row, DType::kF8_E4M3, codes.data(), 16, 4,
+                          packed.data());
+      tiles->widen(packed.data(), nullptr, 1, wide.data());
+      for (int n = 0; n < 16; ++n) {
+        for (int k = 0; k < 4; ++k) {  // lines of [16 columns][2 k]
+          ASSERT_EQ(wide.as<uint16_t>()[k / 2 * 32 + 2 * n + k % 2],
+                    BF16FromFloat(FloatFromE4M3(codes.as<uint8_t>()[4 * n + k])))
+              << "code " << int{codes.as<uint8_t>()[4 * n + k]};
+        }
+      }
+    }
+  }
+  for (const TileKernels* tiles : {&kernels_.mxfp4, &kernels_.mxfp4_pairs}) {
+    if (tiles->empty()) continue;
+    for (int scale = 0; scale <= kMaxMxfp4Scale; ++scale) {
+      PackedWeights packed(WeightFormat::kMxfp4, DType::kF4, 1, 16, 32);
+      Tensor codes(DType::kU8, {16, 16}), scales(DType::kU8, {16, 1}), wide(DType::kBF16, {16, 32});
+      for (int i = 0; i < 256; ++i) codes.as<uint8_t>()[i] = static_cast<uint8_t>(37 * i);
+      for (int n = 0; n < 16; ++n) {
+        scales.as<uint8_t>()[n] = static_cast<uint8_t>((scale + 17 * n) % (kMaxMxfp4Scale + 1));
+      }
+      packed.Pack(0, {WeightFormat::kMxfp4, codes, scales});
+      const std::byte* const head = packed.Block(0, 0);
+      tiles->widen(head + packed.head_bytes(), head, packed.lines(), wide.data());
+      for (int n = 0; n < 16; ++n) {
+        for (int k = 0; k < 32; ++k) {
+          const int code = codes.as<uint8_t>()[16 * n + k / 2] >> (k % 2 * 4) & 15;
+          const float expected =
+              FloatFromMxfp4(static_cast<uint8_t>(code), scales.as<uint8_t>()[n]);
+          const uint16_t got = wide.as<uint16_t>()[k / 2 * 32 + 2 * n + k % 2];
+          ASSERT_EQ(flushed(FloatFromBF16(got)), flushed(expected)) << code << ", scale " << scale;
+          ASSERT_EQ(got >> 15, std::signbit(expected)) << code << ", scale " << scale;
+        }
+      }
+    }
+  }
+}
+
+// Scales at the ends of their range: weights that are denormal, and the largest there are.
+TEST_P(KernelTest, Mxfp4AtTheEndsOfItsScales) {
+  std::mt19937 rng(15);
+  ComputePool one(1);
+  const WeightType type = {WeightFormat::kMxfp4, DType::kF4};
+  const std::vector<int64_t> rows = {2, 9};
+  for (const bool high : {false, true}) {
+    for (const DType dtype : {DType::kF32, DType::kBF16}) {
+      Matrices m;
+      m.packed = PackedWeights(type.format, type.dtype, 2, 80, 96);
+      for (int e = 0; e < 2; ++e) {
+        RandomWeights weights = MakeWeights(type, 80, 96, 1.0f, rng);
+        for (int64_t i = 0; i < weights.scales.num_elements(); ++i) {
+          weights.scales.as<uint8_t>()[i] =
+              static_cast<uint8_t>(high ? kMaxMxfp4Scale - i % 3 : i % 3);
+        }
+        m.packed.Pack(e, weights.View());
+        m.weights.push_back(std::move(weights));
+      }
+      const Tensor x = RandomTensor(dtype, {11, 96}, high ? std::ldexp(1.0f, -125) : 1.0f, rng);
+      ExpectSameBits(Multiply(GetParam(), one, m, x, rows, {}), Reference(m, x, rows),
+                     absl::StrCat(NameOf(dtype), high ? ", high" : ", low"));
+    }
+  }
+}
+
+TEST_P(KernelTest, PackedLinesHaveTheirPlaces) {
+  // Bytes 1, 2, 3, ... whose places are known; rows of a width that is no multiple of anything.
+  constexpr int64_t kRowBytes = 70;
+  for (const int64_t rows : {1, 7, 16}) {
+    Tensor from(DType::kU8, {rows, kRowBytes}), lines(DType::kU8, {18, 64});
+    for (int64_t i = 0; i < from.num_elements(); ++i) {
+      from.as<uint8_t>()[i] = static_cast<uint8_t>(i % 251 + 1);
+    }
+    const auto byte = [&](int64_t row, int64_t i) -> int {
+      return row < rows && i < kRowBytes ? from.as<uint8_t>()[row * kRowBytes + i] : 0;
+    };
+    for (const WeightType& type : AllWeightTypes()) {
+      std::memset(lines.data(), 0xff, lines.num_bytes());
+      kernels_.pack_lines(type.format, type.dtype, from.data(), rows, kRowBytes, lines.data());
+      for (int64_t i = 0; i < 18 * 64; ++i) {
+        const int64_t word = i / 64;
+        const int64_t at = i % 64;
+        int64_t column = at / 4, source = 4 * word + at % 4;
+        if (type.dtype == DType::kF16) {
+          column = at % 32 / 2;
+          source = 4 * word + at / 32 * 2 + at % 2;
+        } else if (type.format != WeightFormat::kPlain) {
+          column = at / 16 * 4 + at % 8 / 2;
+          source = 4 * word + at % 16 / 8 * 2 + at % 2;
+        }
+        int expected = byte(column, source);
+        if (type.format == WeightFormat::kMxfp4) {  // nibble k of a word, and k + 4
+          const int64_t k = source % 4;
+          const auto nibble = [&](int64_t j) {
+            return byte(column, 4 * word + j / 2) >> (j % 2 * 4) & 15;
+          };
+          expected = nibble(k) | nibble(k + 4) << 4;
+        }
+        ASSERT_EQ(int{lines.as<uint8_t>()[i]}, expected) << NameOf(type) << ", byte " << i;
+      }
+    }
+  }
+}
+
+TEST_P(KernelTest, FindsCodesThatAreNaN) {
+  std::vector<uint8_t> codes(700, 0x7e);
+  const auto find = [&] {
+    return kernels_.find_not_finite(DType::kF8_E4M3, codes.data(), codes.size());
+  };
+  for (size_t i = 0; i < codes.size(); ++i) {
+    codes[i] = static_cast<uint8_t>(i);
+    if (IsNaNE4M3(codes[i])) codes[i] = 0;
+  }
+  EXPECT_EQ(find(), -1);
+  for (const int at : {0, 1, 63, 64, 255, 256, 300, 698, 699}) {
+    for (const uint8_t nan : {0x7f, 0xff}) {
+      const uint8_t before = codes[at];
+      codes[at] = nan;
+      EXPECT_EQ(find(), at);
+      codes[at] = before;
+    }
+  }
 }
 
 TEST_P(KernelTest, ActivationsAreTheScalarOnes) {

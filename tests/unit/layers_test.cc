@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <set>
 #include <string>
@@ -301,6 +302,50 @@ TEST(Layers, LosingSharedExpertsIsSaid) {
   const Tensor tokens = Tokens(DType::kF32, 4);
   EXPECT_EQ(Forward(*router, tokens, 0, 4).status().ToString(),
             "UNAVAILABLE: layer 1: lost the server of experts 0-1: gone");
+}
+
+// The gate sees the rows through one norm, and the experts through another.
+TEST(Layers, InputsAreNormalised) {
+  for (const int32_t num_experts : {7, 1}) {  // one alone has weight 1: the output is the expert's
+    LayerDescription plain = Routed();
+    plain.router.num_experts = num_experts;
+    plain.router.top_k = std::min(num_experts, plain.router.top_k);
+    LayerDescription normed = plain;
+    normed.router.input_norm = {true, 1e-3f, 0.5f};
+    normed.expert_input_norm = {true, 1e-2f, 1.0f};
+    const auto checkpoint = Made(normed);
+    const RouterWeights weights = *checkpoint->ReadRouter(kLayer);
+    const auto norm = [](const InputNorm& what, const Tensor& weight, const Tensor& rows) {
+      return RowNorm::Create(what, weight, kHidden)->Apply(rows, rows.dtype());
+    };
+    const auto router = Cluster(checkpoint, 2, kAtOnce, EngineKind::kGrouped);
+    const auto without = Cluster(Made(plain), 2, kAtOnce, EngineKind::kGrouped);
+    for (const DType dtype : {DType::kF32, DType::kBF16}) {
+      const Tensor rows = Tokens(dtype, kTokens);
+      const auto got = Forward(*router, Call(rows));
+      ASSERT_TRUE(got.ok()) << got.status();
+      const auto same = [](const Tensor& a, const Tensor& b) {
+        return a.dtype() == b.dtype() && a.shape() == b.shape() &&
+               std::memcmp(a.data(), b.data(), a.num_bytes()) == 0;
+      };
+      if (dtype == DType::kF32) {  // the gate's rows are not rounded to less
+        const auto routed =
+            Forward(*without, Call(norm(normed.router.input_norm, weights.input_norm, rows)));
+        ASSERT_TRUE(routed.ok()) << routed.status();
+        EXPECT_TRUE(same(got->routing.logits, routed->routing.logits));
+        EXPECT_TRUE(same(got->routing.topk_ids, routed->routing.topk_ids));
+        EXPECT_TRUE(same(got->routing.topk_weights, routed->routing.topk_weights));
+        const auto unnormed = Forward(*without, Call(rows));
+        ASSERT_TRUE(unnormed.ok()) << unnormed.status();
+        EXPECT_FALSE(same(got->routing.logits, unnormed->routing.logits));
+      }
+      if (num_experts > 1) continue;
+      const auto computed =
+          Forward(*without, Call(norm(normed.expert_input_norm, weights.expert_input_norm, rows)));
+      ASSERT_TRUE(computed.ok()) << computed.status();
+      EXPECT_TRUE(same(got->output, computed->output));
+    }
+  }
 }
 
 // Of servers that all have the shared experts, one that does not answer holds back only the calls

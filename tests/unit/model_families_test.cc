@@ -245,7 +245,8 @@ std::string Summary(const LayerDescription& layer) {
     if (gate.norm == WeightNorm::kSumClamped) absl::StrAppend(&text, " clamp ", gate.norm_epsilon);
     if (gate.norm == WeightNorm::kPNorm) absl::StrAppend(&text, " p ", gate.norm_p);
     if (gate.scale != 1) absl::StrAppend(&text, " x", gate.scale);
-    if (gate.routed_scale != 1 || gate.softcap != 0) text += " other";
+    if (gate.routed_scale != 1) absl::StrAppend(&text, " sum x", gate.routed_scale);
+    if (gate.softcap != 0) absl::StrAppend(&text, " cap ", gate.softcap);
     if (gate.jitter != 0) absl::StrAppend(&text, " jitter ", gate.jitter);
     if (gate.has_per_expert_scale) text += " per-expert-scale";
     if (gate.weigh_input) text += " weigh-input";
@@ -469,8 +470,46 @@ std::vector<FamilyCase> Cases() {
                "sigmoid bias norm 1e-20", selection_bias);
   add_deepseek("dots1", one_group + R"(, "routed_scaling_factor": 2.5)", "sigmoid bias x2.5",
                selection_bias);
+  add_deepseek("solar_open", one_group + R"(, "routed_scaling_factor": 1.0)",
+               "sigmoid bias norm 1e-20", selection_bias);
   add_deepseek("mistral4", groups + R"(, "routed_scaling_factor": 2.0)",
                "softmax groups 2/4 top2 fill 0 norm 1e-20 x2", {});
+  {
+    const std::string sizes = R"("num_hidden_layers": 3, "hidden_size": 5, "intermediate_size": 7,
+        "moe_intermediate_size": 3, "num_experts": 12, "num_experts_per_tok": 3, )";
+    const auto add_like = [&](const std::string& type, const std::string& config,
+                              const std::string& moe, const Specs& tensors) {
+      add({.name = type,
+           .config = absl::StrCat(R"({"model_type": ")", type, R"(", )", sizes, config, "}"),
+           .moe = "E12 K3 " + moe,
+           .dense = "1 shared F7 silu",
+           .moe_layers = {1, 2},
+           .dense_layers = {0},
+           .moe_tensors = tensors,
+           .dense_tensors = dense});
+    };
+    add_like(
+        "exaone_moe", R"("num_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 4,
+        "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": true)",
+        "sigmoid bias groups 2/4 top2 norm 1e-20 x2.5, F3 silu, 1 shared F6 silu",
+        gate + Specs{{mlp + "e_score_correction_bias", "N", 's'}} + PerExpert(mlp) + joined_shared);
+    add_like("mimo_v2_flash", R"("n_shared_experts": null, "moe_layer_freq": [0, 1, 1],
+        "n_group": 1, "topk_group": 1, "routed_scaling_factor": null, "norm_topk_prob": true)",
+             "sigmoid bias norm 1e-20, F3 silu", gate + selection_bias + PerExpert(mlp));
+    add_like("afmoe", R"("num_shared_experts": 2, "num_dense_layers": 1, "route_scale": 2.0,
+        "score_func": "sigmoid", "route_norm": true)",
+             "sigmoid bias norm 1e-20 x2, F3 silu, 1 shared F6 silu",
+             Specs{{mlp + "router.gate.weight", "ND", 'R'}, {mlp + "expert_bias", "N", 's'}} +
+                 PerExpert(mlp) + joined_shared);
+    add_like("laguna", R"("shared_expert_intermediate_size": 6, "moe_routed_scaling_factor": 2.5,
+        "moe_router_logit_softcapping": 30.0, "mlp_layer_types": ["dense", "sparse", "sparse"])",
+             "sigmoid bias norm 0 sum x2.5 cap 30, F3 silu, 1 shared F6 silu",
+             gate + Specs{{mlp + "experts.e_score_correction_bias", "N", 's'}} + PerExpert(mlp) +
+                 Mlp(mlp + "shared_expert.", 'S'));
+    add_like("mellum",
+             R"("norm_topk_prob": true, "mlp_layer_types": ["dense", "sparse", "sparse"])",
+             "softmax norm 0, F3 silu", gate + PerExpert(mlp));
+  }
   {
     const std::string config = R"({"model_type": "hy_v3", "num_hidden_layers": 3, "hidden_size": 5,
         "intermediate_size": 7, "moe_intermediate_size": 3, "num_experts": 12,
@@ -916,7 +955,8 @@ INSTANTIATE_TEST_SUITE_P(Zoo, ModelFamilies, ::testing::ValuesIn(Cases()),
 TEST(ModelFamiliesTest, EveryFamilyHasACase) {
   std::set<std::string> tested;
   for (const FamilyCase& one : Cases()) tested.insert(json::parse(one.config)["model_type"]);
-  const std::set<std::string> renamed = {"glm4_moe_lite", "glm_moe_dsa", "granitemoehybrid",
+  const std::set<std::string> renamed = {"flex_olmo",        "glm4_moe_lite",
+                                         "glm_moe_dsa",      "granitemoehybrid",
                                          "qwen3_5_moe_text", "qwen3_vl_moe_text"};
   for (const Family& family : BuiltInFamilies()) {
     if (!family.refused.empty() || renamed.count(family.model_type) != 0) continue;
@@ -929,7 +969,8 @@ TEST(ModelFamiliesTest, WhatCannotBeServedIsRefusedByNameWithTheReason) {
     const char* type;
     const char* word;
   } refused[] = {{"zaya", "state"},     {"deepseek_v4", "token's id"}, {"kimi_k25", "int4"},
-                 {"kimi_k3", "latent"}, {"inkling", "softmax"},        {"jetmoe", "bias"}};
+                 {"kimi_k3", "latent"}, {"inkling", "softmax"},        {"jetmoe", "bias"},
+                 {"axk1", "norm"}};
   for (const auto& [type, word] : refused) {
     const auto model = DescribeModel(json{{"model_type", type}}, BuiltInFamilies());
     EXPECT_EQ(model.status().code(), absl::StatusCode::kUnimplemented);

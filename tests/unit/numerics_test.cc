@@ -2,11 +2,14 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
+#include <fstream>
 #include <limits>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "common/dtype.h"
 #include "common/numerics/activation.h"
 #include "common/numerics/flush_denormals.h"
@@ -14,6 +17,7 @@
 #include "common/tensor.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "nlohmann/json.hpp"
 
 namespace expertmesh {
 namespace {
@@ -284,6 +288,63 @@ TEST(F16, RoundsAsTheCompilerDoes) {
       check(-v);
     }
   }
+}
+
+// ---- Fewer bits: against ml_dtypes (tests/golden/make_low_precision_golden.py) ------------------
+
+nlohmann::json LowPrecisionGolden() {
+  std::ifstream file(EXPERTMESH_TEST_DATA "/low_precision.json");
+  return nlohmann::json::parse(file);
+}
+
+void ExpectBits(float given, const nlohmann::json& golden, const std::string& what) {
+  if (golden.is_null()) {
+    EXPECT_TRUE(std::isnan(given)) << what << ": " << given;
+  } else {
+    EXPECT_EQ(Bits(given), golden.get<uint32_t>()) << what << ": " << given;
+  }
+}
+
+TEST(LowPrecision, EveryE4M3AndE8M0Code) {
+  const nlohmann::json golden = LowPrecisionGolden();
+  for (int code = 0; code < 256; ++code) {
+    const auto byte = static_cast<uint8_t>(code);
+    ExpectBits(FloatFromE4M3(byte), golden["e4m3"][code], absl::StrCat("e4m3 ", code));
+    EXPECT_EQ(IsNaNE4M3(byte), golden["e4m3"][code].is_null()) << code;
+    ExpectBits(FloatFromE8M0(byte), golden["e8m0"][code], absl::StrCat("e8m0 ", code));
+  }
+}
+
+// Equal but for what is smaller than the smallest normal number, and for the sign of zero.
+TEST(LowPrecision, EveryMxfp4Weight) {
+  const nlohmann::json golden = LowPrecisionGolden();
+  for (int code = 0; code < 16; ++code) {
+    const float exact = FromBits(golden["e2m1"][code].get<uint32_t>());
+    EXPECT_EQ(FloatFromMxfp4(static_cast<uint8_t>(code), 127), exact) << code;
+    EXPECT_EQ(FloatFromMxfp4(static_cast<uint8_t>(code | 0xf0), 127), exact) << "other bits";
+  }
+  EXPECT_EQ(Bits(FloatFromMxfp4(8, 127)), 0u) << "the code -0 has no sign";
+  int compared = 0;
+  for (const auto& [scale, products] : golden["mxfp4"].items()) {
+    for (int code = 0; code < 16; ++code) {
+      const float exact = FromBits(products[code].get<uint32_t>());
+      const float given =
+          FloatFromMxfp4(static_cast<uint8_t>(code), static_cast<uint8_t>(std::stoi(scale)));
+      if (std::fabs(exact) < std::numeric_limits<float>::min()) {
+        EXPECT_LT(std::fabs(given), std::numeric_limits<float>::min()) << code << ", " << scale;
+      } else {
+        EXPECT_EQ(Bits(given), Bits(exact)) << code << ", " << scale;
+        ++compared;
+      }
+    }
+  }
+  EXPECT_EQ(compared, 10 * 14 - 6 - 2);  // 0.5, 1 and 1.5 at scale 0, 0.5 at scale 1 are denormal
+  // Under the contract's environment too, in which -0.5 at scale 0 has no sign but -1 has one.
+  const ScopedFlushDenormals flush;
+  volatile uint8_t half = 9, one = 10;
+  EXPECT_EQ(Bits(FloatFromMxfp4(half, 0)), 0u);
+  EXPECT_EQ(Bits(FloatFromMxfp4(one, 0)), 0x80000000u);
+  EXPECT_EQ(Bits(FloatFromMxfp4(one, 1)), Bits(-std::numeric_limits<float>::min()));
 }
 
 TEST(Conversions, DoNotDependOnFlushing) {

@@ -99,6 +99,12 @@ class MadeUpCheckpoint final : public Checkpoint {
       weights.shared_gate =
           RandomTensor(DType::kBF16, {layer.shared.count, hidden_size}, 0.5f, rng);
     }
+    if (layer.router.input_norm.present) {
+      weights.input_norm = RandomTensor(DType::kF32, {hidden_size}, 2.0f, rng);
+    }
+    if (layer.expert_input_norm.present) {
+      weights.expert_input_norm = RandomTensor(DType::kF32, {hidden_size}, 2.0f, rng);
+    }
     return weights;
   }
   absl::StatusOr<ExpertWeights> ReadExpert(int32_t index, int32_t expert) const override {

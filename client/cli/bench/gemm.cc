@@ -25,7 +25,7 @@ struct Options {
   int64_t k = 2048;
   int64_t weights_mib = 512;
   std::vector<int64_t> rows = {1, 4, 8, 16, 64, 256};
-  std::vector<std::string> formats = {"bf16", "fp32", "f16"};
+  std::vector<std::string> formats = {"bf16", "fp32", "f16", "fp8", "fp8_row", "mxfp4"};
   std::vector<std::string> isas;  // empty: all of this processor
 };
 
@@ -33,31 +33,35 @@ struct Options {
 // comes, and rows for all of them.
 class GemmBench {
  public:
-  GemmBench(const Options& options, DType dtype, ComputePool* pool)
-      : dtype_(dtype),
+  GemmBench(const Options& options, const BenchFormat& format, ComputePool* pool)
+      : format_(format),
         n_(options.n),
         k_(options.k),
-        num_(((options.weights_mib << 20) + n_ * k_ * BytesOf(dtype) - 1) /
-             (n_ * k_ * BytesOf(dtype))),
+        num_(((options.weights_mib << 20) + BytesOfMatrix() - 1) / BytesOfMatrix()),
         pool_(pool),
         scratch_(pool->threads()),
-        weights_(dtype, num_, n_, k_),
-        matrix_(RandomNormal(dtype, {n_, k_}, 0.02f, /*seed=*/1)),
-        input_(RandomNormal(dtype, {MaxRows(options), k_}, 1, /*seed=*/2)) {
+        weights_(format.format, format.dtype, num_, n_, k_),
+        matrix_(RandomWeights(format, n_, k_, 0.02f, /*seed=*/1)),
+        input_(RandomNormal(format.activations, {MaxRows(options), k_}, 1, /*seed=*/2)) {
     // The same values for all, which no kernel notices; each at a place of its own.
+    const double start = Now();
     pool_->Run([this](int thread) {
-      for (int64_t i = thread; i < num_; i += pool_->threads()) weights_.Pack(i, matrix_);
+      for (int64_t i = thread; i < num_; i += pool_->threads()) weights_.Pack(i, View());
     });
+    pack_seconds_ = Now() - start;
   }
 
   int64_t num() const { return num_; }
-  double bytes() const { return static_cast<double>(num_ * n_ * k_ * BytesOf(dtype_)); }
+  double bytes() const { return static_cast<double>(num_ * BytesOfMatrix()); }
+  // Of weights packed, the memory's first touch included.
+  double pack_bandwidth() const { return bytes() / pack_seconds_; }
   double flops(int64_t rows) const { return 2.0 * static_cast<double>(num_ * rows * n_ * k_); }
 
   // Every matrix multiplies `rows` rows of its own; the rows are brought to the kernel's form on
   // the way, as in a server.
   absl::Status Run(Isa isa, int64_t rows) {
-    const DType row_dtype = GemmRowDType(isa, dtype_, dtype_);
+    const DType activations = format_.activations;
+    const DType row_dtype = GemmRowDType(isa, format_.dtype, activations);
     const int64_t row_bytes = GemmRowBytes(row_dtype, k_);
     const int64_t total = num_ * rows;
     std::byte* const x = x_.Get(total * row_bytes);
@@ -69,7 +73,7 @@ class GemmBench {
     const int64_t threads = pool_->threads();
     pool_->Run([&](int thread) {
       for (int64_t r = total * thread / threads; r < total * (thread + 1) / threads; ++r) {
-        LoadGemmRow(isa, dtype_, Row(r), k_, row_dtype, x + r * row_bytes);
+        LoadGemmRow(isa, activations, Row(r), k_, row_dtype, x + r * row_bytes);
       }
       pool_->Barrier();
       gemm.Run(scratch_[thread], [] { return false; });
@@ -86,10 +90,10 @@ class GemmBench {
     const auto* const y = reinterpret_cast<const float*>(y_.Get(0));
     std::vector<float> x(k_), expected(n_);
     for (const int64_t row : {int64_t{0}, num_ * rows / 2, num_ * rows - 1}) {
-      for (int64_t i = 0; i < k_; ++i) x[i] = LoadFloat(dtype_, Row(row), i);
-      ForLoopMatVec(x.data(), matrix_, expected.data());
+      for (int64_t i = 0; i < k_; ++i) x[i] = LoadFloat(format_.activations, Row(row), i);
+      ForLoopMatVec(x.data(), View(), expected.data());
       if (std::memcmp(expected.data(), y + row * n_, n_ * sizeof(float)) != 0) {
-        return absl::InternalError(absl::StrCat("row ", row, " of ", BenchName(dtype_), " on ",
+        return absl::InternalError(absl::StrCat("row ", row, " of ", format_.name, " on ",
                                                 NameOf(isa), " differs from the reference"));
       }
     }
@@ -101,17 +105,24 @@ class GemmBench {
     return *std::max_element(options.rows.begin(), options.rows.end());
   }
   const std::byte* Row(int64_t row) const {
-    return input_.data() + row % input_.dim(0) * k_ * BytesOf(dtype_);
+    return input_.data() + row % input_.dim(0) * k_ * BytesOf(format_.activations);
   }
 
-  const DType dtype_;
+  int64_t BytesOfMatrix() const {
+    const int64_t scales = format_.format == WeightFormat::kMxfp4 ? n_ * k_ / kMxBlockK : 0;
+    return n_ * k_ * BitsOf(format_.dtype) / 8 + scales;
+  }
+  WeightView View() const { return {format_.format, matrix_.values, matrix_.scales}; }
+
+  const BenchFormat format_;
   const int64_t n_, k_, num_;
   ComputePool* const pool_;
   std::vector<Workspace> scratch_;
   PackedWeights weights_;
-  const Tensor matrix_;
+  const BenchWeights matrix_;
   const Tensor input_;
   Workspace x_, y_;
+  double pack_seconds_ = 0;
 };
 
 absl::Status Run(const Options& options) {
@@ -121,28 +132,28 @@ absl::Status Run(const Options& options) {
     isas.push_back(isa);
   }
   if (isas.empty()) isas = SupportedIsas();
-  std::vector<DType> formats;
+  std::vector<BenchFormat> formats;
   for (const std::string& name : options.formats) {
-    const absl::StatusOr<DType> dtype = ParseBenchDType(name);
-    if (!dtype.ok()) {
+    ASSIGN_OR_RETURN(const BenchFormat format, ParseBenchFormat(name));
+    if (format.format == WeightFormat::kMxfp4 && options.k % 2 == 1) {
       return absl::InvalidArgumentError(
-          absl::StrCat("formats: expected bf16, fp32 or f16, got \"", name, "\""));
+          absl::StrCat("k: expected an even number for mxfp4, got ", options.k));
     }
-    formats.push_back(*dtype);
+    formats.push_back(format);
   }
   Probe probe(options.threads, static_cast<size_t>(options.common.probe_mib) << 20);
   ComputePool pool(options.threads);
   Report report("gemm");
-  for (const DType dtype : formats) {
-    ShowProgress(absl::StrCat("packing weights in ", BenchName(dtype)));
-    GemmBench bench(options, dtype, &pool);
+  for (const BenchFormat& format : formats) {
+    ShowProgress(absl::StrCat("packing weights in ", format.name));
+    GemmBench bench(options, format, &pool);
     for (const int64_t rows : options.rows) {
       std::vector<BenchCase> cases;
       for (const Isa isa : isas) {
         RETURN_IF_ERROR(bench.Check(isa, rows));
         BenchCase one;
-        one.name = absl::StrCat(BenchName(dtype), ", ", NameOf(isa), ", ", rows, " rows");
-        one.ceiling = CeilingOf(isa, dtype, dtype);
+        one.name = absl::StrCat(format.name, ", ", NameOf(isa), ", ", rows, " rows");
+        one.ceiling = CeilingOf(isa, format.activations, format.dtype);
         one.run = [&bench, isa, rows] { return bench.Run(isa, rows); };
         one.bytes = [&bench] { return bench.bytes(); };
         one.flops = [&bench, rows] { return bench.flops(rows); };
@@ -152,10 +163,11 @@ absl::Status Run(const Options& options) {
           const std::vector<Measurement> measurements,
           Measure(probe, cases, {.repetitions = options.common.repetitions, .warm_up = 0}));
       for (size_t i = 0; i < cases.size(); ++i) {
-        nlohmann::ordered_json row = {{"case", "gemm"},         {"format", BenchName(dtype)},
+        nlohmann::ordered_json row = {{"case", "gemm"},         {"format", format.name},
                                       {"isa", NameOf(isas[i])}, {"threads", options.threads},
                                       {"n", options.n},         {"k", options.k},
                                       {"experts", bench.num()}, {"rows_per_expert", rows}};
+        row["pack_gb_s"] = 1e-9 * bench.pack_bandwidth();
         AddMeasurement(measurements[i], &row);
         report.Add(std::move(row));
       }
@@ -173,8 +185,8 @@ Command AddBenchGemm(CLI::App& app) {
       "matrix\n"
       "is visited once, with as many rows of its own as --rows says. Hidden states have the dtype "
       "of\n"
-      "the weights. The instruction sets take turns, and each has to give the bits of the scalar\n"
-      "reference first.\n\n"
+      "the weights, BF16 for fp8 (scales of blocks), fp8_row and mxfp4. The instruction sets take\n"
+      "turns, and each has to give the bits of the scalar reference first.\n\n"
       "  expertmesh bench gemm --formats bf16 --isa avx2,avx512bf16 --rows 1,64\n"
       "  expertmesh bench gemm --n 1536 --k 2048 --threads 1\n\n"
       "Few rows are bound by memory (one row takes two operations for each weight read), many by "

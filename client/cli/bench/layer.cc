@@ -58,7 +58,7 @@ class Layer {
   static absl::StatusOr<std::unique_ptr<Layer>> Start(const Options& options) {
     std::unique_ptr<Layer> layer(new Layer());
     ASSIGN_OR_RETURN(layer->shape_, ParseMoeShape(options.shape));
-    ASSIGN_OR_RETURN(layer->dtype_, ParseBenchDType(options.dtype));
+    ASSIGN_OR_RETURN(layer->format_, ParseBenchFormat(options.dtype));
     if (options.servers == 0 && options.stages) {
       return absl::InvalidArgumentError("servers: expected at least 1 with --stages, got 0");
     }
@@ -73,7 +73,7 @@ class Layer {
       layer->model_ = temporary->path();
     }
     ShowProgress("writing the weights");
-    RETURN_IF_ERROR(WriteSyntheticModel(layer->model_, layer->shape_, layer->dtype_));
+    RETURN_IF_ERROR(WriteSyntheticModel(layer->model_, layer->shape_, layer->format_));
     ShowProgress("");
     if (options.servers > 0) RETURN_IF_ERROR(layer->StartCluster(options));
     if (options.in_process) RETURN_IF_ERROR(layer->StartInProcess(options));
@@ -81,7 +81,7 @@ class Layer {
   }
 
   const MoeShape& shape() const { return shape_; }
-  DType dtype() const { return dtype_; }
+  const BenchFormat& format() const { return format_; }
   const std::string& model() const { return model_; }
   const std::string& router() const { return cluster_->router(); }
   const std::vector<Target>& targets() const { return targets_; }
@@ -90,7 +90,8 @@ class Layer {
 
   // [T, D], the same in every run.
   Tensor Input(int64_t tokens) const {
-    return RandomNormal(dtype_, {tokens, shape_.hidden_size}, 1, /*seed=*/100 + tokens);
+    return RandomNormal(format_.activations, {tokens, shape_.hidden_size}, 1,
+                        /*seed=*/100 + tokens);
   }
 
  private:
@@ -137,7 +138,7 @@ class Layer {
   }
 
   MoeShape shape_;
-  DType dtype_ = DType::kBF16;
+  BenchFormat format_ = {};
   std::string model_;
   std::unique_ptr<BenchCluster> cluster_;
   std::unique_ptr<Client> client_;
@@ -225,7 +226,7 @@ absl::StatusOr<std::vector<nlohmann::ordered_json>> MeasureStages(const Options&
 
 absl::Status RunTable(const Options& options, const Layer& layer) {
   const MoeShape& shape = layer.shape();
-  const int64_t element = BytesOf(layer.dtype());
+  const int64_t element = BytesOf(layer.format().activations);
   Probe probe(NumProcessors(), static_cast<size_t>(options.common.probe_mib) << 20);
   // One case for each number of tokens and each target; targets next to each other.
   struct Point {
@@ -243,7 +244,7 @@ absl::Status RunTable(const Options& options, const Layer& layer) {
   for (Point& point : points) {
     BenchCase one;
     one.name = absl::StrCat(point.target->name, ", ", point.tokens, " tokens");
-    one.ceiling = CeilingOf(options.isa, layer.dtype(), layer.dtype());
+    one.ceiling = CeilingOf(options.isa, layer.format().activations, layer.format().dtype);
     one.run = [&point]() -> absl::Status {
       ASSIGN_OR_RETURN(const MoeOutput output, point.target->forward(point.input));
       if (point.experts == 0) point.experts = DistinctExperts(output.topk_ids);
@@ -251,7 +252,7 @@ absl::Status RunTable(const Options& options, const Layer& layer) {
     };
     // The weights of the experts in use, and the gate's.
     one.bytes = [&point, &layer, &shape, element] {
-      return static_cast<double>(point.experts * ExpertBytes(shape, layer.dtype()) +
+      return static_cast<double>(point.experts * ExpertBytes(shape, layer.format()) +
                                  shape.num_experts * shape.hidden_size * element);
     };
     one.flops = [&point, &shape] {
@@ -277,7 +278,7 @@ absl::Status RunTable(const Options& options, const Layer& layer) {
     nlohmann::ordered_json row = {
         {"case", point.target->name},
         {"shape", shape.name},
-        {"format", BenchName(layer.dtype())},
+        {"format", layer.format().name},
         {"engine", NameOf(options.engine)},
         {"isa", NameOf(options.isa)},
         {"servers", point.target->servers},
@@ -374,7 +375,9 @@ Command AddBenchLayer(CLI::App& app) {
                  "olmoe-1b-7b, qwen3-30b-a3b, or DxFxExK: hidden and intermediate size, experts, "
                  "top-k")
       ->capture_default_str();
-  app.add_option("--dtype", options->dtype, "of weights and hidden states: bf16, fp32 or f16")
+  app.add_option("--dtype", options->dtype,
+                 "of weights and hidden states: bf16, fp32 or f16; or of the weights, with hidden "
+                 "states in bf16: fp8 (scales of blocks), fp8_row or mxfp4")
       ->capture_default_str();
   app.add_option("--servers", options->servers, "expert servers; 0: none, with --in-process alone")
       ->capture_default_str()

@@ -157,7 +157,8 @@ std::vector<FmaKind> SupportedFmaKinds() {
 
 FmaKind CeilingOf(Isa isa, DType activations, DType weights) {
   if (isa == Isa::kAvx2) return FmaKind::kFma256;
-  const bool bf16 = activations == DType::kBF16 && weights == DType::kBF16;
+  const bool exact = weights != DType::kF32 && weights != DType::kF16;  // in bf16
+  const bool bf16 = activations == DType::kBF16 && exact;
   return isa == Isa::kAvx512Bf16 && bf16 ? FmaKind::kDpBf16 : FmaKind::kFma512;
 }
 

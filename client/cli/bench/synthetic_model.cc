@@ -33,7 +33,30 @@ uint64_t Random(uint64_t seed, uint64_t n) {
   return z ^ (z >> 31);
 }
 
-std::string ConfigText(const MoeShape& shape, DType dtype) {
+nlohmann::ordered_json QuantizationConfig(WeightFormat format) {
+  switch (format) {
+    case WeightFormat::kFp8Block128:
+      return {{"quant_method", "fp8"},
+              {"fmt", "e4m3"},
+              {"activation_scheme", "dynamic"},
+              {"weight_block_size", {128, 128}}};
+    case WeightFormat::kFp8Row:
+      return {{"quant_method", "compressed-tensors"},
+              {"format", "float-quantized"},
+              {"config_groups",
+               {{"group_0",
+                 {{"targets", {"Linear"}},
+                  {"weights", {{"num_bits", 8}, {"type", "float"}, {"strategy", "channel"}}}}}}}};
+    case WeightFormat::kMxfp4:
+      return {{"quant_method", "mxfp4"}};
+    case WeightFormat::kPlain:
+      break;
+  }
+  return nullptr;
+}
+
+std::string ConfigText(const MoeShape& shape, const BenchFormat& format) {
+  const DType dtype = format.activations;
   const char* torch_name = dtype == DType::kF32    ? "float32"
                            : dtype == DType::kBF16 ? "bfloat16"
                                                    : "float16";
@@ -58,6 +81,9 @@ std::string ConfigText(const MoeShape& shape, DType dtype) {
     config["mlp_only_layers"] = nlohmann::ordered_json::array();
   } else {
     config["intermediate_size"] = shape.intermediate_size;
+  }
+  if (format.format != WeightFormat::kPlain) {
+    config["quantization_config"] = QuantizationConfig(format.format);
   }
   return config.dump(2) + "\n";
 }
@@ -98,8 +124,61 @@ const char* BenchName(DType dtype) {
   return dtype == DType::kBF16 ? "bf16" : dtype == DType::kF16 ? "f16" : "fp32";
 }
 
-int64_t ExpertBytes(const MoeShape& shape, DType dtype) {
-  return 3 * shape.hidden_size * shape.intermediate_size * BytesOf(dtype);
+absl::StatusOr<BenchFormat> ParseBenchFormat(const std::string& name) {
+  constexpr BenchFormat kFormats[] = {
+      {"bf16", WeightFormat::kPlain, DType::kBF16, DType::kBF16},
+      {"fp32", WeightFormat::kPlain, DType::kF32, DType::kF32},
+      {"f16", WeightFormat::kPlain, DType::kF16, DType::kF16},
+      {"fp8", WeightFormat::kFp8Block128, DType::kF8_E4M3, DType::kBF16},
+      {"fp8_row", WeightFormat::kFp8Row, DType::kF8_E4M3, DType::kBF16},
+      {"mxfp4", WeightFormat::kMxfp4, DType::kF4, DType::kBF16},
+  };
+  for (const BenchFormat& format : kFormats) {
+    if (name == format.name) return format;
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("format: expected bf16, fp32, f16, fp8, fp8_row or mxfp4, got \"", name, "\""));
+}
+
+int64_t ExpertBytes(const MoeShape& shape, const BenchFormat& format) {
+  const int64_t weights = 3 * shape.hidden_size * shape.intermediate_size;
+  const int64_t scales = format.format == WeightFormat::kMxfp4 ? weights / kMxBlockK : 0;
+  return weights * BitsOf(format.dtype) / 8 + scales;
+}
+
+BenchWeights RandomWeights(const BenchFormat& format, int64_t n, int64_t k, float deviation,
+                           uint64_t seed) {
+  BenchWeights weights;
+  if (format.format == WeightFormat::kPlain) {
+    weights.values = RandomNormal(format.dtype, {n, k}, deviation, seed);
+    return weights;
+  }
+  const bool mxfp4 = format.format == WeightFormat::kMxfp4;
+  weights.values = Tensor(StorageDType(format.dtype), {n, mxfp4 ? k / 2 : k});
+  for (int64_t i = 0; i < weights.values.num_elements(); ++i) {
+    auto code = static_cast<uint8_t>(Random(seed, static_cast<uint64_t>(i)));
+    if (!mxfp4 && IsNaNE4M3(code)) code = 0;
+    weights.values.as<uint8_t>()[i] = code;
+  }
+  weights.scales = Tensor(ScaleDType(format.format), {n, ScalesPerRow(format.format, k)});
+  double squares = 0;  // of the codes
+  for (int code = 0; code < 256; ++code) {
+    const auto byte = static_cast<uint8_t>(code);
+    const double value = mxfp4             ? FloatFromMxfp4(byte, 127)
+                         : IsNaNE4M3(byte) ? 0
+                                           : FloatFromE4M3(byte);
+    squares += value * value / 256;
+  }
+  const double scale = deviation / std::sqrt(squares);
+  for (int64_t i = 0; i < weights.scales.num_elements(); ++i) {
+    if (mxfp4) {
+      weights.scales.as<uint8_t>()[i] =
+          static_cast<uint8_t>(std::clamp<int>(127 + std::lround(std::log2(scale)), 1, 252));
+    } else {
+      weights.scales.as<float>()[i] = static_cast<float>(scale);
+    }
+  }
+  return weights;
 }
 
 Tensor RandomNormal(DType dtype, std::vector<int64_t> shape, float deviation, uint64_t seed) {
@@ -115,9 +194,10 @@ Tensor RandomNormal(DType dtype, std::vector<int64_t> shape, float deviation, ui
   return tensor;
 }
 
-absl::Status WriteSyntheticModel(const std::string& folder, const MoeShape& shape, DType dtype) {
+absl::Status WriteSyntheticModel(const std::string& folder, const MoeShape& shape,
+                                 const BenchFormat& format) {
   const std::string config_file = folder + "/config.json";
-  const std::string config = ConfigText(shape, dtype);
+  const std::string config = ConfigText(shape, format);
   if (std::ifstream present(config_file); present) {
     std::stringstream text;
     text << present.rdbuf();
@@ -132,23 +212,63 @@ absl::Status WriteSyntheticModel(const std::string& folder, const MoeShape& shap
         absl::StrCat("cannot make the folder ", folder, ": ", error.message()));
   }
   const int64_t d = shape.hidden_size, f = shape.intermediate_size;
-  const std::vector<int64_t> in_shape = {f, d}, out_shape = {d, f};
-  const auto block = [&](int64_t fan_in, uint64_t seed) {
-    return RandomNormal(dtype, {d * f + kSlack}, 1 / std::sqrt(static_cast<float>(fan_in)), seed);
-  };
-  const Tensor in = block(d, 1), out = block(f, 2);
+  const float in_deviation = 1 / std::sqrt(static_cast<float>(d));
+  const float out_deviation = 1 / std::sqrt(static_cast<float>(f));
   const Tensor gate =
-      RandomNormal(dtype, {shape.num_experts, d}, 1 / std::sqrt(static_cast<float>(d)), /*seed=*/3);
+      RandomNormal(format.activations, {shape.num_experts, d}, in_deviation, /*seed=*/3);
   std::map<std::string, TensorView> tensors = {{"model.layers.0.mlp.gate.weight", gate}};
-  for (int32_t expert = 0; expert < shape.num_experts; ++expert) {
-    const std::string prefix = absl::StrCat("model.layers.0.mlp.experts.", expert, ".");
-    const auto piece = [&](const Tensor& source, absl::Span<const int64_t> extents, uint64_t n) {
-      const int64_t offset = static_cast<int64_t>(Random(/*seed=*/4, 3 * expert + n) % kSlack);
-      return TensorView(dtype, extents, source.data() + offset * BytesOf(dtype));
+  BenchWeights in, out;
+  std::vector<std::vector<int64_t>> shapes;  // what the views refer to
+  shapes.reserve(8);
+  const auto keep = [&shapes](std::vector<int64_t> extents) -> absl::Span<const int64_t> {
+    return shapes.emplace_back(std::move(extents));
+  };
+  if (format.format == WeightFormat::kMxfp4) {
+    if (d % kMxBlockK != 0 || f % kMxBlockK != 0) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("shape: expected multiples of 32 for mxfp4, got sizes ", d, " and ", f));
+    }
+    const int64_t e = shape.num_experts;
+    in = RandomWeights(format, e * 2 * f, d, in_deviation, /*seed=*/1);
+    out = RandomWeights(format, e * d, f, out_deviation, /*seed=*/2);
+    const std::string prefix = "model.layers.0.mlp.experts.";
+    const auto add = [&](const std::string& name, const BenchWeights& weights, int64_t rows,
+                         int64_t columns) {
+      const int64_t blocks = columns / kMxBlockK;
+      tensors[prefix + name + "_blocks"] =
+          TensorView(DType::kU8, keep({e, rows, blocks, 16}), weights.values.data());
+      tensors[prefix + name + "_scales"] =
+          TensorView(DType::kU8, keep({e, rows, blocks}), weights.scales.data());
     };
-    tensors[prefix + "gate_proj.weight"] = piece(in, in_shape, 0);
-    tensors[prefix + "up_proj.weight"] = piece(in, in_shape, 1);
-    tensors[prefix + "down_proj.weight"] = piece(out, out_shape, 2);
+    add("gate_up_proj", in, 2 * f, d);
+    add("down_proj", out, d, f);
+  } else {
+    // A few rows more than a matrix has.
+    in = RandomWeights(format, f + (kSlack + d - 1) / d, d, in_deviation, /*seed=*/1);
+    out = RandomWeights(format, d + (kSlack + f - 1) / f, f, out_deviation, /*seed=*/2);
+    const auto add = [&](const std::string& name, const BenchWeights& source,
+                         absl::Span<const int64_t> extents, absl::Span<const int64_t> scale_extents,
+                         uint64_t n) {
+      const auto offset = static_cast<int64_t>(Random(/*seed=*/4, n) % kSlack);
+      tensors[name + ".weight"] =
+          TensorView(format.dtype, extents, source.values.data() + offset * BytesOf(format.dtype));
+      if (format.format == WeightFormat::kPlain) return;
+      const bool blocks = format.format == WeightFormat::kFp8Block128;
+      tensors[name + (blocks ? ".weight_scale_inv" : ".weight_scale")] =
+          TensorView(DType::kF32, scale_extents, source.scales.data());
+    };
+    const auto scale_shape = [&](int64_t rows, int64_t columns) -> std::vector<int64_t> {
+      if (format.format != WeightFormat::kFp8Block128) return {rows, 1};
+      return {(rows + kFp8BlockK - 1) / kFp8BlockK, (columns + kFp8BlockK - 1) / kFp8BlockK};
+    };
+    const auto in_shape = keep({f, d}), out_shape = keep({d, f});
+    const auto in_scales = keep(scale_shape(f, d)), out_scales = keep(scale_shape(d, f));
+    for (int32_t expert = 0; expert < shape.num_experts; ++expert) {
+      const std::string prefix = absl::StrCat("model.layers.0.mlp.experts.", expert, ".");
+      add(prefix + "gate_proj", in, in_shape, in_scales, 3 * expert);
+      add(prefix + "up_proj", in, in_shape, in_scales, 3 * expert + 1);
+      add(prefix + "down_proj", out, out_shape, out_scales, 3 * expert + 2);
+    }
   }
   RETURN_IF_ERROR(WriteSafetensors(folder + "/model.safetensors", tensors));
   // Last: a folder with a configuration is complete.

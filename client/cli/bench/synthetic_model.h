@@ -12,6 +12,7 @@
 #include "absl/status/statusor.h"
 #include "common/dtype.h"
 #include "common/tensor.h"
+#include "common/weight_format.h"
 
 namespace expertmesh {
 
@@ -34,8 +35,31 @@ absl::StatusOr<MoeShape> ParseMoeShape(const std::string& text);
 absl::StatusOr<DType> ParseBenchDType(const std::string& name);
 const char* BenchName(DType dtype);
 
-// Bytes of the weights of one expert.
-int64_t ExpertBytes(const MoeShape& shape, DType dtype);
+// Weights, and the hidden states that go with them.
+struct BenchFormat {
+  const char* name;
+  WeightFormat format;
+  DType dtype;        // of a weight
+  DType activations;  // BF16 where the weights are quantised, else their dtype
+};
+
+// "bf16", "fp32", "f16", "fp8" (scales of blocks of 128 x 128), "fp8_row", "mxfp4";
+// INVALID_ARGUMENT naming the choices.
+absl::StatusOr<BenchFormat> ParseBenchFormat(const std::string& name);
+
+// Bytes of the weights of one expert, as stored; scales of MXFP4 count, those of fp8 are too few.
+int64_t ExpertBytes(const MoeShape& shape, const BenchFormat& format);
+
+// A matrix [n, k] in a format.
+struct BenchWeights {
+  Tensor values;
+  Tensor scales;
+};
+
+// Weights of that standard deviation. Codes of quantised formats are evenly distributed; fp8 has
+// one scale for all blocks, MXFP4 one scale that is nearly right.
+BenchWeights RandomWeights(const BenchFormat& format, int64_t n, int64_t k, float deviation,
+                           uint64_t seed);
 
 // Normally distributed values (nearly: none beyond 3.5 deviations), the same for the same seed.
 Tensor RandomNormal(DType dtype, std::vector<int64_t> shape, float deviation, uint64_t seed);
@@ -43,8 +67,11 @@ Tensor RandomNormal(DType dtype, std::vector<int64_t> shape, float deviation, ui
 // Writes config.json and model.safetensors to `folder`, which is made if it is missing: layer 0
 // alone, each matrix with standard deviation 1 / sqrt(fan-in). The experts are pieces of one random
 // block, so they are not independent of each other, which no kernel notices. A folder that has the
-// same model already is left as it is; ALREADY_EXISTS when it has another config.json.
-absl::Status WriteSyntheticModel(const std::string& folder, const MoeShape& shape, DType dtype);
+// same model already is left as it is; ALREADY_EXISTS when it has another config.json. fp8 is
+// written as DeepSeek-V3's files have it, fp8_row as compressed-tensors does, mxfp4 as gpt-oss'
+// files have it: INVALID_ARGUMENT then where a size is no multiple of 32.
+absl::Status WriteSyntheticModel(const std::string& folder, const MoeShape& shape,
+                                 const BenchFormat& format);
 
 // A folder that is deleted with this object, and also when SIGINT or SIGTERM end the process
 // meanwhile. To be made before other threads: it blocks these signals. One at a time.

@@ -58,6 +58,7 @@ class ForLoopExperts : public Experts {
     if (!prepared_) return absl::FailedPreconditionError("the layer has not been prepared");
     const int64_t hidden_size = descriptor_.hidden_size;
     const int64_t intermediate_size = descriptor_.intermediate_size;
+    const WeightFormat format = descriptor_.weight_format;
     const ScopedFlushDenormals flush;
     const DType reply = ReplyDType(batch.rows.dtype);
     const ActivationFunction activation = ActivationOf(descriptor_);
@@ -80,11 +81,11 @@ class ForLoopExperts : public Experts {
           Multiply(batch.input_weights[position], hidden_size, x.data());
           Round(reply, hidden_size, x.data());
         }
-        ForLoopMatVec(x.data(), expert.gate_up, gate_up.data());
+        ForLoopMatVec(x.data(), {format, expert.gate_up, expert.gate_up_scales}, gate_up.data());
         AddBias(expert.gate_up_bias, gate_up.data());
         ActivateRow(activation, gate_up.data(), intermediate_size, h.data());
         Round(reply, intermediate_size, h.data());
-        ForLoopMatVec(h.data(), expert.down, y.data());
+        ForLoopMatVec(h.data(), {format, expert.down, expert.down_scales}, y.data());
         AddBias(expert.down_bias, y.data());
         for (int64_t d = 0; d < hidden_size; ++d) {
           StoreFloat(reply, output, reply_row * hidden_size + d, y[d]);

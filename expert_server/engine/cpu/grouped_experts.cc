@@ -18,17 +18,18 @@ class GroupedExperts : public Experts {
         intermediate_size_(descriptor.intermediate_size),
         activation_(ActivationOf(descriptor)),
         context_(std::move(context)),
-        gate_up_(descriptor.weight_dtype, num_experts, GateUpRows(descriptor), hidden_size_,
-                 GateUpColumns(descriptor)),
-        down_(descriptor.weight_dtype, num_experts, hidden_size_, intermediate_size_) {
+        gate_up_(descriptor.weight_format, descriptor.weight_dtype, num_experts,
+                 GateUpRows(descriptor), hidden_size_, GateUpColumns(descriptor)),
+        down_(descriptor.weight_format, descriptor.weight_dtype, num_experts, hidden_size_,
+              intermediate_size_) {
     if (!descriptor.has_bias) return;
     gate_up_bias_.emplace(num_experts, GateUpRows(descriptor), GateUpColumns(descriptor));
     down_bias_.emplace(num_experts, hidden_size_, PackedWeights::Columns::kPlain);
   }
 
   void SetWeights(int64_t expert, ExpertWeights weights) override {
-    gate_up_.Pack(expert, weights.gate_up);
-    down_.Pack(expert, weights.down);
+    gate_up_.Pack(expert, {gate_up_.format(), weights.gate_up, weights.gate_up_scales});
+    down_.Pack(expert, {down_.format(), weights.down, weights.down_scales});
     if (gate_up_bias_) gate_up_bias_->Pack(expert, weights.gate_up_bias.as<float>());
     if (down_bias_) down_bias_->Pack(expert, weights.down_bias.as<float>());
   }

@@ -19,6 +19,7 @@ from make_zoo_models import DTYPES, FAMILIES, HIDDEN, make_model, save  # noqa: 
 
 __all__ = ["DTYPES", "FAMILIES", "HIDDEN", "Files", "dense_mlps", "make_model", "moe_blocks", "rows", "run", "save"]
 
+torch.set_num_threads(1)  # the tensors are too small for more
 BLOCKS = ("mlp", "block_sparse_moe", "feed_forward", "ffn", "mixer")
 
 
