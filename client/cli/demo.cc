@@ -106,17 +106,20 @@ absl::Status Run(const Options& options) {
           options.captured, ": ", prefix, "output: expected shape ",
           ShapeToString(result.output.shape()), ", got ", ShapeToString(expected.shape())));
     }
-    std::vector<int64_t> load(layer.num_experts());
+    const int32_t num_ids = layer.num_experts() + layer.num_identity_experts();
+    std::vector<int64_t> load(
+        std::max(num_ids, 1));  // of a dense layer: its one network, idle here
     for (int64_t i = 0; i < result.topk_ids.num_elements(); ++i) {
       const int32_t expert = result.topk_ids.as<int32_t>()[i];
-      if (expert < 0 || expert >= layer.num_experts()) {
+      if (expert < 0 || expert >= num_ids) {
         return absl::InternalError(
-            absl::StrCat("the router answered with expert ", expert, " of ", layer.num_experts()));
+            absl::StrCat("the router answered with expert ", expert, " of ", num_ids));
       }
       ++load[expert];
     }
     const int64_t tokens = result.output.dim(0);
-    const double mean = static_cast<double>(tokens * layer.top_k()) / layer.num_experts();
+    const double mean = static_cast<double>(std::max<int64_t>(1, tokens * layer.top_k())) /
+                        static_cast<double>(load.size());
     const int64_t max = *std::max_element(load.begin(), load.end());
     const int64_t used = std::count_if(load.begin(), load.end(), [](int64_t n) { return n > 0; });
     const double error = RelativeError(result.output, expected);
@@ -130,7 +133,7 @@ absl::Status Run(const Options& options) {
     failures += !good;
     std::printf("%5d  %6lld  %8lld/%-3d  %13.2f  %7.2f  %21.2e  %5lld/%-6lld  %s%s\n",
                 layer.layer(), static_cast<long long>(tokens), static_cast<long long>(used),
-                layer.num_experts(), static_cast<double>(max) / mean, ms, error,
+                num_ids, static_cast<double>(max) / mean, ms, error,
                 static_cast<long long>(same_experts), static_cast<long long>(tokens),
                 same_bits ? "yes" : "NO", good ? "" : "  <- FAILED");
   }

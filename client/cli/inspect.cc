@@ -1,9 +1,10 @@
 // expertmesh inspect: what a model folder is.
 #include <algorithm>
 #include <cstdio>
-#include <map>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "client/cli/commands.h"
 #include "client/cli/common.h"
@@ -22,6 +23,30 @@ struct Options {
   bool json = false;
 };
 
+nlohmann::ordered_json Describe(const LayerDescription& layer, const Checkpoint& checkpoint) {
+  const bool moe = layer.kind == LayerKind::kMoe;
+  nlohmann::ordered_json out = {{"layer", layer.layer},
+                                {"kind", moe ? "moe" : "dense"},
+                                {"hidden_size", layer.experts.hidden_size},
+                                {"num_experts", layer.router.num_experts},
+                                {"top_k", layer.router.top_k}};
+  if (moe) {
+    out["intermediate_size"] = layer.experts.intermediate_size;
+    out["weight_dtype"] = NameOf(layer.experts.weight_dtype);
+    out["format"] = "native";
+    out["expert_bytes"] = checkpoint.ExpertBytes(layer.layer);
+  }
+  if (layer.router.identity_experts > 0) out["identity_experts"] = layer.router.identity_experts;
+  if (layer.shared.count > 0) {  // of a dense layer, its MLP
+    out["shared_experts"] = {{"count", layer.shared.count},
+                             {"intermediate_size", layer.shared.experts.intermediate_size},
+                             {"weight_dtype", NameOf(layer.shared.experts.weight_dtype)},
+                             {"format", "native"},
+                             {"expert_bytes", BytesOfExpert(layer.shared.experts)}};
+  }
+  return out;
+}
+
 nlohmann::ordered_json Describe(const Checkpoint& checkpoint,
                                 const std::vector<ExpertStore::Held>& shards) {
   const ModelDescription& model = checkpoint.model();
@@ -32,15 +57,7 @@ nlohmann::ordered_json Describe(const Checkpoint& checkpoint,
   out["num_hidden_layers"] = model.num_hidden_layers;
   out["layers"] = nlohmann::ordered_json::array();
   for (const LayerDescription& layer : model.layers) {
-    out["layers"].push_back({{"layer", layer.layer},
-                             {"kind", layer.kind == LayerKind::kMoe ? "moe" : "dense"},
-                             {"hidden_size", layer.experts.hidden_size},
-                             {"intermediate_size", layer.experts.intermediate_size},
-                             {"num_experts", layer.router.num_experts},
-                             {"top_k", layer.router.top_k},
-                             {"weight_dtype", NameOf(layer.experts.weight_dtype)},
-                             {"format", "native"},
-                             {"expert_bytes", checkpoint.ExpertBytes(layer.layer)}});
+    out["layers"].push_back(Describe(layer, checkpoint));
   }
   out["servers"] = nlohmann::ordered_json::array();
   for (const ExpertStore::Held& held : shards) {
@@ -53,36 +70,69 @@ nlohmann::ordered_json Describe(const Checkpoint& checkpoint,
   return out;
 }
 
+// A layer in words.
+std::string InWords(const LayerDescription& layer, const Checkpoint& checkpoint) {
+  std::string text = absl::StrCat("hidden_size ", layer.experts.hidden_size);
+  const ExpertDescriptor& shared = layer.shared.experts;
+  if (layer.kind == LayerKind::kDense) {
+    return absl::StrCat(text, ", dense, intermediate_size ", shared.intermediate_size, ", ",
+                        NameOf(shared.weight_dtype), ", ", HumanBytes(BytesOfExpert(shared)));
+  }
+  absl::StrAppend(&text, ", intermediate_size ", layer.experts.intermediate_size, ", ",
+                  layer.router.num_experts, " experts, top-", layer.router.top_k, ", ",
+                  NameOf(layer.experts.weight_dtype), ", ",
+                  HumanBytes(checkpoint.ExpertBytes(layer.layer)), " an expert");
+  if (layer.router.identity_experts > 0) {
+    absl::StrAppend(&text, ", ", layer.router.identity_experts, " that return their input");
+  }
+  if (layer.shared.count > 0) {
+    absl::StrAppend(&text, "; ", layer.shared.count, " shared of intermediate_size ",
+                    shared.intermediate_size, ", ", NameOf(shared.weight_dtype), ", ",
+                    HumanBytes(BytesOfExpert(shared)));
+  }
+  return text;
+}
+
 void Print(const Checkpoint& checkpoint, const std::vector<ExpertStore::Held>& shards) {
   const ModelDescription& model = checkpoint.model();
   std::printf("model type   %s, experts stored %s\n", model.model_type.c_str(),
               checkpoint.layout().c_str());
   std::printf("fingerprint  %s\n", checkpoint.fingerprint().c_str());
-  std::vector<int32_t> served;
-  for (const LayerDescription& layer : model.layers) served.push_back(layer.layer);
-  std::printf("layers       %zu of %d have experts: %s\n", served.size(), model.num_hidden_layers,
-              IdRanges(served).c_str());
-  // Layers that are alike share a line.
-  std::map<std::string, std::vector<int32_t>> alike;
+  std::vector<int32_t> moe, dense;
   for (const LayerDescription& layer : model.layers) {
-    alike[absl::StrCat("hidden_size ", layer.experts.hidden_size, ", intermediate_size ",
-                       layer.experts.intermediate_size, ", ", layer.router.num_experts,
-                       " experts, top-", layer.router.top_k, ", ",
-                       NameOf(layer.experts.weight_dtype), ", ",
-                       HumanBytes(checkpoint.ExpertBytes(layer.layer)), " an expert")]
-        .push_back(layer.layer);
+    (layer.kind == LayerKind::kMoe ? moe : dense).push_back(layer.layer);
+  }
+  std::printf("layers       %zu of %d have experts: %s\n", moe.size(), model.num_hidden_layers,
+              IdRanges(moe).c_str());
+  if (!dense.empty()) {
+    std::printf("             %zu dense, served too: %s\n", dense.size(), IdRanges(dense).c_str());
+  }
+  // Layers that are alike share a line.
+  std::vector<std::pair<std::string, std::vector<int32_t>>> alike;
+  bool everywhere = false;  // some experts are on every server
+  for (const LayerDescription& layer : model.layers) {
+    const std::string text = InWords(layer, checkpoint);
+    auto line = std::find_if(alike.begin(), alike.end(),
+                             [&](const auto& candidate) { return candidate.first == text; });
+    if (line == alike.end()) line = alike.insert(line, {text, {}});
+    line->second.push_back(layer.layer);
+    everywhere |= layer.shared.count > 0;
   }
   for (const auto& [text, layers] : alike) {
     std::printf("             %s: %s\n", IdRanges(layers).c_str(), text.c_str());
   }
-  std::printf("servers      %zu\n", shards.size());
+  std::printf("servers      %zu%s\n", shards.size(),
+              everywhere ? ", every one with all shared experts and dense layers" : "");
+  const LayerDescription& first_moe = *model.Find(moe.front());
   for (size_t i = 0; i < shards.size(); ++i) {
-    const auto& first = shards[i].begin()->second;
+    std::vector<int32_t> routed = shards[i].at(first_moe.layer);
+    routed.erase(std::lower_bound(routed.begin(), routed.end(), first_moe.router.num_experts),
+                 routed.end());
     std::printf("             %zu/%zu: experts %s of each layer, %s\n", i, shards.size(),
-                first.empty() ? "none" : IdRanges(first).c_str(),
+                routed.empty() ? "none" : IdRanges(routed).c_str(),
                 HumanBytes(ExpertStore::BytesOf(checkpoint, shards[i])).c_str());
   }
-  std::printf("skipped      %zu tensors that the experts do not need",
+  std::printf("skipped      %zu tensors that the served layers do not need",
               checkpoint.skipped_tensors().size());
   const size_t shown = std::min<size_t>(5, checkpoint.skipped_tensors().size());
   for (size_t i = 0; i < shown; ++i) {

@@ -21,7 +21,7 @@ class LocalCluster::Backend final : public ExpertBackend {
     const bool queued =
         executor_->TryRun([this, slice = std::move(slice), done = std::move(done)]() mutable {
           std::move(done)(store_->Forward(slice.layer, slice.expert_ids, slice.m_sizes,
-                                          slice.gather, slice.rows));
+                                          slice.gather, slice.input_weights, slice.rows));
         });
     (void)queued;  // the queue has no limit
     return 0;

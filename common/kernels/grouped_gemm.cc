@@ -76,6 +76,18 @@ void LoadGemmRow(Isa isa, DType activations, const void* row, int64_t k, DType r
   std::memset(to + bytes, 0, GemmRowBytes(row_dtype, k) - bytes);
 }
 
+void LoadWeighedGemmRow(Isa isa, DType activations, const void* row, int64_t k, float weight,
+                        DType row_dtype, std::byte* to) {
+  const int64_t bytes = k * BytesOf(row_dtype);
+  KernelsOf(isa).weigh(activations, row, k, weight, GemmRowFormat(activations, row_dtype), to);
+  std::memset(to + bytes, 0, GemmRowBytes(row_dtype, k) - bytes);
+}
+
+RowFormat GemmRowFormat(DType activations, DType row_dtype) {
+  if (row_dtype == DType::kBF16) return RowFormat::kBF16;
+  return activations == DType::kBF16 ? RowFormat::kF32OfBF16 : RowFormat::kF32;
+}
+
 GroupedGemm::GroupedGemm(const Args& args, const Tuning& tuning)
     : args_(args),
       kernels_(KernelsOf(args.isa)),

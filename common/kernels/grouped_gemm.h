@@ -56,6 +56,14 @@ int64_t GemmRowBytes(DType row_dtype, int64_t k);
 void LoadGemmRow(Isa isa, DType activations, const void* row, int64_t k, DType row_dtype,
                  std::byte* to);
 
+// The same of weight * row, rounded once: to BF16 where the activations are, else not at all.
+void LoadWeighedGemmRow(Isa isa, DType activations, const void* row, int64_t k, float weight,
+                        DType row_dtype, std::byte* to);
+
+// How rows between two GEMMs are stored: rounded to BF16 where the activations are, and as
+// row_dtype.
+RowFormat GemmRowFormat(DType activations, DType row_dtype);
+
 // One grouped GEMM. Run() is called by every thread that takes part, with memory of its own; each
 // takes blocks until none is left.
 class GroupedGemm {

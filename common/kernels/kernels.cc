@@ -559,6 +559,31 @@ void Widen(DType dtype, const void* from, int64_t n, float* to) {
   for (; i < n; ++i) to[i] = LoadFloat(dtype, from, i);
 }
 
+HWY_NOINLINE void Weigh(DType dtype, const void* from, int64_t n, float weight, RowFormat format,
+                        void* to) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    VF x;
+    if (dtype == DType::kBF16) {
+      x = WidenBF16(static_cast<const uint16_t*>(from) + i);
+    } else if (dtype == DType::kF16) {
+      x = hn::PromoteTo(F(), hn::LoadU(HalfFloats(), static_cast<const hwy::float16_t*>(from) + i));
+    } else {
+      x = hn::LoadU(F(), static_cast<const float*>(from) + i);
+    }
+    StoreVector(hn::Mul(hn::Set(F(), weight), x), format, to, i);
+  }
+  for (; i < n; ++i) {
+    float x = weight * LoadFloat(dtype, from, i);
+    if (format == RowFormat::kBF16) {
+      StoreFloat(DType::kBF16, to, i, x);
+    } else {
+      if (format == RowFormat::kF32OfBF16) x = FloatFromBF16(BF16FromFloat(x));
+      StoreFloat(DType::kF32, to, i, x);
+    }
+  }
+}
+
 HWY_NOINLINE void AddBias(float* c, int64_t rows, const float* bias) {
   for (int p = 0; p < kBlockPanels; ++p) {
     for (int v = 0; v < kVectors; ++v) {
@@ -865,6 +890,7 @@ Kernels MakeKernels() {
   kernels.scale_columns = ScaleColumns;
   kernels.pack_lines = PackLines;
   kernels.widen = Widen;
+  kernels.weigh = Weigh;
   kernels.add_bias = AddBias;
   kernels.activate = ActivateAny;
   kernels.store = StoreBlock;

@@ -129,6 +129,9 @@ struct Kernels {
   // Widens n elements of F32, BF16 or F16.
   void (*widen)(DType dtype, const void* from, int64_t n, float* to);
 
+  // to = weight * from for n elements of F32, BF16 or F16, rounded once to `format`.
+  void (*weigh)(DType dtype, const void* from, int64_t n, float weight, RowFormat format, void* to);
+
   // Adds to every row of a block, c: [4][rows][16], the biases [4][16] of its columns.
   void (*add_bias)(float* c, int64_t rows, const float* bias);
 

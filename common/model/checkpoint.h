@@ -17,13 +17,13 @@ struct Family;  // common/model/registry.h
 
 // Gate of one layer; N = E + identity experts.
 struct RouterWeights {
-  Tensor weight;             // [N, D], as stored: F32, BF16 or F16
-  Tensor logits_bias;        // F32 [N], or empty [0]
-  Tensor selection_bias;     // F32 [N], or empty [0]
-  Tensor per_expert_scale;   // F32 [N], or empty [0]
-  Tensor shared_gate;        // [S, D] as stored where shared experts are gated, or empty [0]
-  Tensor input_norm;         // F32 [D], of what the gate sees, or empty [0]
-  Tensor expert_input_norm;  // F32 [D], of what the experts see, or empty [0]
+  Tensor weight;                  // [N, D], as stored: F32, BF16 or F16
+  Tensor logits_bias;             // F32 [N], or empty [0]
+  Tensor selection_bias;          // F32 [N], or empty [0]
+  Tensor per_expert_scale;        // F32 [N], or empty [0]
+  Tensor shared_gate = {};        // [S, D] as stored where shared experts are gated, or empty [0]
+  Tensor input_norm = {};         // F32 [D], of what the gate sees, or empty [0]
+  Tensor expert_input_norm = {};  // F32 [D], of what the experts see, or empty [0]
 };
 
 // One expert's matrices, each as stored, in the canonical arrangement whatever the file's.

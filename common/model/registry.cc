@@ -275,6 +275,65 @@ Family DeepSeekV3WithoutGroups(const std::string& model_type, bool normalised) {
   return family;
 }
 
+// Experts in all layers.
+Family SolarOpen() {
+  Family family = DeepSeekV3WithoutGroups("solar_open", true);
+  family.moe_layers.first = {{"first_k_dense_replace"}, 0};
+  return family;
+}
+
+Family ExaoneMoe() {
+  Family family = DeepSeekV3WithoutGroups("exaone_moe", true);
+  family.num_shared_experts = {{"num_shared_experts"}, 0};
+  family.selection_bias = {"e_score_correction_bias", "gate.e_score_correction_bias"};
+  return family;
+}
+
+// No shared experts, and a list of what the layers are.
+Family MiMoV2Flash() {
+  Family family = DeepSeekV3WithoutGroups("mimo_v2_flash", true);
+  family.moe_layers.kinds.names.push_back("moe_layer_freq");
+  family.moe_layers.kind_names["0"] = LayerKind::kDense;
+  family.moe_layers.kind_names["1"] = LayerKind::kMoe;
+  family.moe_layers.period = {{}, 1};
+  return family;
+}
+
+Family Afmoe() {
+  Family family = DeepSeekLike("afmoe");
+  family.gate = SigmoidGate(1e-20f);
+  family.choices = {Only("score_func", "sigmoid"), Only("route_norm", "true")};
+  family.scale = {{"route_scale"}, {}};
+  family.num_shared_experts = {{"num_shared_experts"}, 0};
+  family.moe_layers = {.first = {{"num_dense_layers"}, {}}};
+  family.router_weight = {"router.gate.weight"};
+  family.selection_bias = {"expert_bias"};
+  return family;
+}
+
+// Capped logits, and a scale on the routed experts' sum.
+Family Laguna() {
+  Family family = DeepSeekLike("laguna");
+  family.gate = SigmoidGate(0.0f);
+  family.choices = {Only("moe_apply_router_weight_on_input", "false")};
+  family.scale = {{}, 1.0};
+  family.routed_scale = {{"moe_routed_scaling_factor"}, {}};
+  family.softcap = {{"moe_router_logit_softcapping"}, 0.0};
+  family.shared_intermediate_size = {{"shared_expert_intermediate_size"}, {}};
+  family.num_shared_experts = {{}, 1};
+  family.selection_bias = {"experts.e_score_correction_bias", "gate.e_score_correction_bias"};
+  family.shared_layouts = {Mlp("shared_expert."), Mlp("shared_experts.")};
+  return family;
+}
+
+Family Mellum() {
+  Family family = Qwen3Moe();
+  family.model_type = "mellum";
+  family.moe_layers = {.kinds = MlpLayerTypes(), .kind_names = SparseAndDense()};
+  family.normalise = {{"norm_topk_prob"}, {}};
+  return family;
+}
+
 // Softmax scores, and masked experts that may still win.
 Family Mistral4() {
   Family family = DeepSeekV3WithoutGroups("mistral4", true);
@@ -602,6 +661,13 @@ std::vector<Family> MakeFamilies() {
       DeepSeekV3WithoutGroups("glm4_moe_lite", true),
       DeepSeekV3WithoutGroups("glm_moe_dsa", true),
       DeepSeekV3WithoutGroups("dots1", false),
+      SolarOpen(),
+      ExaoneMoe(),
+      MiMoV2Flash(),
+      Afmoe(),
+      Laguna(),
+      Mellum(),
+      Renamed(Olmoe(), "flex_olmo"),
       GptOss(),
       Llama4(),
       Inside(Llama4(), "text_config", "llama4"),
@@ -633,6 +699,7 @@ std::vector<Family> MakeFamilies() {
       Refused("inkling", "its shared experts share the routed ones' softmax"),
       Refused("inkling_text", "its shared experts share the routed ones' softmax"),
       Refused("jetmoe", "its blocks add a bias, and attention is routed too"),
+      Refused("axk1", "a norm is the last part of its blocks"),
       Refused("switch_transformers", "its experts have a capacity"),
       Refused("nllb_moe", "its experts have a capacity"),
   };
@@ -695,7 +762,7 @@ absl::Status Convert(const std::string& name, const json& value, std::vector<int
   return absl::OkStatus();
 }
 
-// A string is a list of its characters.
+// Names; integers are names too, and a string is a list of its characters.
 absl::Status Convert(const std::string& name, const json& value, std::vector<std::string>* result) {
   if (value.is_string()) {
     for (const char c : value.get_ref<const std::string&>()) result->emplace_back(1, c);
@@ -703,7 +770,11 @@ absl::Status Convert(const std::string& name, const json& value, std::vector<std
   }
   if (!value.is_array()) return Invalid(name, "a list of strings or a string", value.dump());
   for (const json& element : value) {
-    RETURN_IF_ERROR(Convert(name, element, &result->emplace_back()));
+    if (element.is_number_integer()) {
+      result->push_back(element.dump());
+    } else {
+      RETURN_IF_ERROR(Convert(name, element, &result->emplace_back()));
+    }
   }
   return absl::OkStatus();
 }
@@ -819,6 +890,8 @@ absl::Status DescribeGate(const json& config, const Family& family, LayerIndex i
   ASSIGN_OR_RETURN(const int64_t identity, GetInteger(config, family.identity_experts, 0));
   ASSIGN_OR_RETURN(const bool normalise, Get(config, family.normalise));
   ASSIGN_OR_RETURN(gate->scale, GetFloat(config, family.scale));
+  ASSIGN_OR_RETURN(gate->routed_scale, GetFloat(config, family.routed_scale));
+  ASSIGN_OR_RETURN(gate->softcap, GetMagnitude(config, family.softcap));
   ASSIGN_OR_RETURN(gate->jitter, GetMagnitude(config, family.jitter));
   if (!normalise) gate->norm = WeightNorm::kNone;
   if (!family.norm_epsilon.names.empty()) {

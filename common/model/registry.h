@@ -110,6 +110,8 @@ struct Family {
   Key<double> norm_epsilon = {};     // without names: gate.norm_epsilon
   Key<double> norm_p = {};           // without names: gate.norm_p; 0: gate.norm does not apply
   Key<double> scale = {{}, 1.0};
+  Key<double> routed_scale = {{}, 1.0};
+  Key<double> softcap = {{}, 0.0};
   Key<int64_t> num_groups = {{}, 1};  // 1: gate.group_score does not apply
   Key<int64_t> topk_groups = {{}, 1};
   Key<double> jitter = {{}, 0.0};

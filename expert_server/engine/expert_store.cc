@@ -62,6 +62,7 @@ absl::StatusOr<ExpertStore::Layer> ExpertStore::LoadLayer(
   const int32_t num_experts = description.router.num_experts;
   Layer layer;
   layer.hidden_size = description.experts.hidden_size;
+  layer.weigh_input = description.router.weigh_input;
   layer.local_of_expert.assign(description.num_held(), -1);
   layer.num_routed = static_cast<int32_t>(
       std::count_if(expert_ids.begin(), expert_ids.end(),
@@ -121,8 +122,9 @@ absl::StatusOr<std::unique_ptr<ExpertStore>> ExpertStore::Load(
 absl::StatusOr<Tensor> ExpertStore::Forward(int32_t layer_index,
                                             absl::Span<const int32_t> expert_ids,
                                             absl::Span<const int64_t> m_sizes,
-                                            absl::Span<const int32_t> gather, const Tensor& rows,
-                                            std::function<bool()> stop) const {
+                                            absl::Span<const int32_t> gather,
+                                            absl::Span<const float> input_weights,
+                                            const Tensor& rows, std::function<bool()> stop) const {
   const auto found = layers_.find(layer_index);
   if (found == layers_.end()) {
     return absl::NotFoundError(absl::StrCat("layer: this server has no layer ", layer_index));
@@ -137,6 +139,12 @@ absl::StatusOr<Tensor> ExpertStore::Forward(int32_t layer_index,
                                               expert, " of layer ", layer_index));
     }
     local.push_back(layer.local_of_expert[expert]);
+  }
+  if (const size_t expected = layer.weigh_input ? gather.size() : 0;
+      input_weights.size() != expected) {
+    return absl::InvalidArgumentError(absl::StrCat("input_weights: expected ", expected,
+                                                   " entries for layer ", layer_index, ", got ",
+                                                   input_weights.size()));
   }
   RETURN_IF_ERROR(ValidateBatch({rows, local, m_sizes, gather}, layer.hidden_size,
                                 static_cast<int64_t>(held_.at(layer_index).size())));
@@ -157,12 +165,14 @@ absl::StatusOr<Tensor> ExpertStore::Forward(int32_t layer_index,
       positions += static_cast<size_t>(m_sizes[end]);
       if (shared) local[end] -= layer.num_routed;
     }
-    const ExpertBatch batch = {rows,
-                               absl::MakeConstSpan(local).subspan(begin, end - begin),
-                               m_sizes.subspan(begin, end - begin),
-                               gather.subspan(position, positions),
-                               stop,
-                               &gather_ns};
+    const ExpertBatch batch = {
+        rows,
+        absl::MakeConstSpan(local).subspan(begin, end - begin),
+        m_sizes.subspan(begin, end - begin),
+        gather.subspan(position, positions),
+        layer.weigh_input ? input_weights.subspan(position, positions) : absl::Span<const float>(),
+        stop,
+        &gather_ns};
     RETURN_IF_ERROR((shared ? layer.shared : layer.routed)->Forward(batch, to));
     to += num_pairs(batch.gather) * layer.hidden_size * expertmesh::BytesOf(reply);
     position += positions;

@@ -51,12 +51,13 @@ class ExpertStore {
       const Checkpoint& checkpoint, const Held& held, const ExpertsFactory& factory,
       const std::function<void(const LoadProgress&)>& progress);
 
-  // Computes the rows [P without padding, D] of one slice; expert_ids are global. NOT_FOUND for an
-  // expert that is not here; CANCELLED once `stop` (asked every few positions) says so;
-  // INVALID_ARGUMENT naming the field when the slice does not fit together.
+  // Computes the rows [P without padding, D] of one slice; expert_ids are global; input_weights:
+  // [P] for layers that weigh the experts' input, else empty. NOT_FOUND for an expert that is not
+  // here; CANCELLED once `stop` (asked every few positions) says so; INVALID_ARGUMENT naming the
+  // field when the slice does not fit together.
   absl::StatusOr<Tensor> Forward(
       int32_t layer, absl::Span<const int32_t> expert_ids, absl::Span<const int64_t> m_sizes,
-      absl::Span<const int32_t> gather, const Tensor& rows,
+      absl::Span<const int32_t> gather, absl::Span<const float> input_weights, const Tensor& rows,
       std::function<bool()> stop = [] { return false; }) const;
 
   const Held& held() const { return held_; }
@@ -66,6 +67,7 @@ class ExpertStore {
  private:
   struct Layer {
     int64_t hidden_size = 0;
+    bool weigh_input = false;
     std::vector<int32_t> local_of_expert;  // by id: place among those held, or -1
     int32_t num_routed = 0;                // of those held
     std::unique_ptr<Experts> routed;       // null if none is held

@@ -22,6 +22,8 @@ struct ExpertBatch {
   absl::Span<const int32_t> experts;  // local index of each group's expert
   absl::Span<const int64_t> m_sizes;  // positions of each group, padding included
   absl::Span<const int32_t> gather;   // [P]: row of each position; -1 is padding and skipped
+  // [P] or empty: the expert of a position reads round(weight * row), rounded as h is.
+  absl::Span<const float> input_weights = {};
   // Asked every few positions; once true the computation is given up.
   std::function<bool()> stop = [] { return false; };
   // If set, the nanoseconds that Forward takes to bring rows to where they are computed are added

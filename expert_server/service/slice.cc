@@ -30,9 +30,10 @@ absl::StatusOr<Tensor> ComputeSlice(const ExpertStore& store, const Slice& slice
                                                        max_message_bytes, " bytes"));
     }
   }
-  absl::StatusOr<Tensor> rows = store.Forward(
-      slice.header.layer(), slice.header.expert_ids(), slice.header.m_sizes(),
-      slice.header.gather(), slice.rows, [&] { return stop() || absl::Now() >= slice.deadline; });
+  absl::StatusOr<Tensor> rows =
+      store.Forward(slice.header.layer(), slice.header.expert_ids(), slice.header.m_sizes(),
+                    slice.header.gather(), slice.header.input_weights(), slice.rows,
+                    [&] { return stop() || absl::Now() >= slice.deadline; });
   if (absl::IsCancelled(rows.status()) && absl::Now() >= slice.deadline) {
     return absl::DeadlineExceededError("the deadline passed before the slice was computed");
   }

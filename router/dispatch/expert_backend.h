@@ -19,6 +19,7 @@ struct ExpertSlice {
   std::vector<int32_t> expert_ids;
   std::vector<int64_t> m_sizes;
   std::vector<int32_t> gather;
+  std::vector<float> input_weights;
   Tensor rows;                                   // [R, D]
   absl::Time deadline = absl::InfiniteFuture();  // of the last caller who waits for it
 };

@@ -131,6 +131,29 @@ absl::StatusOr<RoundPlan> PlanRound(absl::Span<const int32_t> topk_ids, int32_t 
   return plan;
 }
 
+std::vector<std::vector<float>> InputWeights(const RoundPlan& plan, int32_t top_k,
+                                             int32_t num_shared,
+                                             absl::Span<const float> topk_weights) {
+  const int64_t slots = top_k + num_shared;
+  std::vector<std::vector<float>> by_row;  // of the replies
+  for (const ServerSlice& slice : plan.slices) by_row.emplace_back(slice.num_pairs, 1.0f);
+  for (size_t pair = 0; pair < plan.pairs.size(); ++pair) {
+    const int64_t token = static_cast<int64_t>(pair) / slots;
+    const int64_t slot = static_cast<int64_t>(pair) % slots;
+    const PairResult& result = plan.pairs[pair];
+    if (slot >= top_k || result.slice < 0) continue;
+    by_row[result.slice][result.row] = topk_weights[token * top_k + slot];
+  }
+  std::vector<std::vector<float>> weights(plan.slices.size());
+  for (size_t s = 0; s < weights.size(); ++s) {
+    size_t row = 0;
+    for (const int32_t source : plan.slices[s].gather) {
+      weights[s].push_back(source < 0 ? 1.0f : by_row[s][row++]);
+    }
+  }
+  return weights;
+}
+
 Tensor GatherRows(DType dtype, int64_t hidden_size, absl::Span<const std::byte* const> tokens,
                   absl::Span<const int64_t> row_tokens) {
   Tensor rows(dtype, {static_cast<int64_t>(row_tokens.size()), hidden_size});
@@ -175,7 +198,10 @@ void Combine(const CombineInput& input, DType dtype, void* output, Isa isa) {
       is_widened = true;
       rows[s] = widened.data();
     }
-    std::copy_n(input.topk_weights.begin() + t * top_k, top_k, weights.begin());
+    for (int32_t s = 0; s < top_k; ++s) {
+      const bool weighed = input.input_weighed && input.pairs[t * slots + s].slice >= 0;
+      weights[s] = weighed ? 1.0f : input.topk_weights[t * top_k + s];
+    }
     if (!input.shared_weights.empty()) {
       std::copy_n(input.shared_weights.begin() + t * input.num_shared, input.num_shared,
                   weights.begin() + top_k);

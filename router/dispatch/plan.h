@@ -71,6 +71,13 @@ absl::StatusOr<RoundPlan> PlanRound(absl::Span<const int32_t> topk_ids, int32_t 
                                     absl::Span<const int32_t> server_of_expert,
                                     int64_t pad_multiple);
 
+// By slice, for each position what its row is weighed by: the topk_weights of its slot, 1 for
+// shared slots and for padding. pairs, [T, K + S], and slices are those of a plan; topk_weights:
+// [T, K].
+std::vector<std::vector<float>> InputWeights(const RoundPlan& plan, int32_t top_k,
+                                             int32_t num_shared,
+                                             absl::Span<const float> topk_weights);
+
 // The rows [R, D] of a slice, copied from where the round's tokens are: tokens[t] is the hidden
 // state of token t, D elements.
 Tensor GatherRows(DType dtype, int64_t hidden_size, absl::Span<const std::byte* const> tokens,
@@ -90,11 +97,13 @@ struct CombineInput {
   int32_t num_shared = 0;  // S
   float routed_scale = 1.0f;
   bool averaged = false;
-  int64_t hidden_size = 0;  // D
+  bool input_weighed = false;  // by topk_weights: the rows of servers count once
+  int64_t hidden_size = 0;     // D
 };
 
 // The combine of the bit contract: a chain of fused multiply-adds in fp32 from +0 over the routed
-// slots in their order, acc = fma(topk_weights[t, k], row(t, k), acc); times routed_scale unless
+// slots in their order, acc = fma(topk_weights[t, k], row(t, k), acc), or fma(1, row, acc) if the
+// server has weighed its input; times routed_scale unless
 // that is 1; the chain goes on over the shared slots; times 1/2 if averaged; rounded once.
 // output: [T, D] F32, BF16 or F16.
 void Combine(const CombineInput& input, DType dtype, void* output, Isa isa = BestIsa());

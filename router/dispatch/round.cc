@@ -22,7 +22,9 @@ absl::Span<const int32_t> Round::Part::topk_ids() const {
 absl::StatusOr<std::vector<ExpertSlice>> PlanSlices(const LayerDescription& layer,
                                                     const LayerPlacement& placement, Round* round) {
   const int64_t hidden_size = layer.experts.hidden_size;
+  const bool weigh_input = layer.router.weigh_input;
   std::vector<int32_t> topk_ids;
+  std::vector<float> topk_weights;       // where they go to the servers
   std::vector<const std::byte*> tokens;  // of the round: where each is
   std::vector<size_t> part_of_token;
   DType dtype = DType::kF32;
@@ -36,6 +38,11 @@ absl::StatusOr<std::vector<ExpertSlice>> PlanSlices(const LayerDescription& laye
     part.offset = static_cast<int64_t>(tokens.size());
     const absl::Span<const int32_t> ids = part.topk_ids();
     topk_ids.insert(topk_ids.end(), ids.begin(), ids.end());
+    if (weigh_input) {
+      const float* const weights = part.call->result.routing.topk_weights.as<float>();
+      const float* const first = weights + part.begin * layer.router.top_k;
+      topk_weights.insert(topk_weights.end(), first, first + ids.size());
+    }
     const int64_t row_bytes = hidden_size * BytesOf(dtype);
     for (int64_t t = 0; t < part.tokens; ++t) {
       tokens.push_back(rows.data() + (part.begin + t) * row_bytes);
@@ -55,6 +62,10 @@ absl::StatusOr<std::vector<ExpertSlice>> PlanSlices(const LayerDescription& laye
     for (ServerSlice& slice : round->plan.slices) {
       for (int32_t& id : slice.expert_ids) id = slots.ExpertOf(id);
     }
+  }
+  std::vector<std::vector<float>> input_weights;
+  if (weigh_input) {
+    input_weights = InputWeights(round->plan, top_k, layer.shared.count, topk_weights);
   }
   round->planned = absl::Now();
   std::vector<ExpertSlice> dispatched;
@@ -77,6 +88,7 @@ absl::StatusOr<std::vector<ExpertSlice>> PlanSlices(const LayerDescription& laye
     out.expert_ids = std::move(source.expert_ids);
     out.m_sizes = std::move(source.m_sizes);
     out.gather = std::move(source.gather);
+    if (weigh_input) out.input_weights = std::move(input_weights[dispatched.size()]);
     out.deadline = deadline;
     dispatched.push_back(std::move(out));
   }
@@ -109,6 +121,7 @@ void CombinePart(const LayerDescription& layer, const Round& round, const Round:
   input.num_shared = layer.shared.count;
   input.routed_scale = layer.router.routed_scale;
   input.averaged = layer.shared.averaged;
+  input.input_weighed = layer.router.weigh_input;
   input.hidden_size = layer.experts.hidden_size;
   Combine(input, output.dtype(), output.data() + part.begin * row_bytes, isa);
 }

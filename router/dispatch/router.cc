@@ -66,6 +66,15 @@ absl::StatusOr<std::unique_ptr<Router>> Router::Create(std::shared_ptr<const Che
                        SharedGate::Create(weights.shared_gate, description.shared.count,
                                           options.engine, options.isa));
     }
+    const int64_t hidden_size = description.experts.hidden_size;
+    if (description.router.input_norm.present) {
+      ASSIGN_OR_RETURN(layer.gate_norm, RowNorm::Create(description.router.input_norm,
+                                                        weights.input_norm, hidden_size));
+    }
+    if (description.expert_input_norm.present) {
+      ASSIGN_OR_RETURN(layer.expert_norm, RowNorm::Create(description.expert_input_norm,
+                                                          weights.expert_input_norm, hidden_size));
+    }
     if (description.router.num_experts > 0) {
       ASSIGN_OR_RETURN(layer.gate, Gate::Create(description.router, std::move(weights),
                                                 options.engine, options.isa));
@@ -130,7 +139,7 @@ void Router::Submit(std::shared_ptr<BatchedCall> call) {
 }
 
 absl::Status Router::Prepare(BatchedCall* batched) {
-  const ForwardCall& call = batched->call;
+  ForwardCall& call = batched->call;
   const auto found = layers_.find(call.layer);
   if (found == layers_.end()) {
     std::vector<int32_t> layers;
@@ -152,7 +161,9 @@ absl::Status Router::Prepare(BatchedCall* batched) {
   }
   ForwardResult& result = batched->result;
   const absl::Time start = absl::Now();
-  ASSIGN_OR_RETURN(result.routing, layer.gate ? layer.gate->Route(hidden_states, call.first_row)
+  const Tensor seen_by_gate =
+      layer.gate_norm ? layer.gate_norm->Apply(hidden_states, DType::kF32) : hidden_states;
+  ASSIGN_OR_RETURN(result.routing, layer.gate ? layer.gate->Route(seen_by_gate, call.first_row)
                                               : RouteNowhere(hidden_states, hidden_size,
                                                              call.first_row, options_.isa));
   if (layer.shared_gate) {
@@ -161,6 +172,10 @@ absl::Status Router::Prepare(BatchedCall* batched) {
   }
   layer.counters->gate_ns += absl::ToInt64Nanoseconds(absl::Now() - start);
   result.output = Tensor(hidden_states.dtype(), hidden_states.shape());
+  // Only experts see the rows from here on.
+  if (layer.expert_norm) {
+    call.hidden_states = layer.expert_norm->Apply(hidden_states, hidden_states.dtype());
+  }
   return absl::OkStatus();
 }
 

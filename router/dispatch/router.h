@@ -18,6 +18,7 @@
 #include "router/dispatch/batcher.h"
 #include "router/dispatch/forward_call.h"
 #include "router/gating/gate.h"
+#include "router/gating/input_norm.h"
 #include "router/gating/shared_gate.h"
 #include "router/placement/membership.h"
 
@@ -67,6 +68,8 @@ class Router {
     const LayerDescription* description = nullptr;
     std::optional<Gate> gate;               // where there are routed experts
     std::optional<SharedGate> shared_gate;  // where there are shared experts that it weighs
+    std::optional<RowNorm> gate_norm;       // of what the gate sees, and of what experts see
+    std::optional<RowNorm> expert_norm;
     // Shared with replies that come after the last answer.
     std::shared_ptr<RoundCounters> counters = std::make_shared<RoundCounters>();
     std::shared_ptr<Batcher> batcher;  // null where calls are not merged

@@ -63,7 +63,8 @@ class Gate {
   static absl::StatusOr<Gate> Create(const RouterDescriptor& router, RouterWeights weights,
                                      EngineKind kind = EngineKind::kGrouped, Isa isa = BestIsa());
 
-  // hidden_states: F32, BF16 or F16 [T, D]; first_row: what row 0 is called in error texts.
+  // hidden_states: F32, BF16 or F16 [T, D], normalised already where the descriptor has an
+  // input_norm (see RowNorm); first_row: what row 0 is called in error texts.
   // INVALID_ARGUMENT naming the first row with a hidden state or a logit that is not finite, or a
   // shape or dtype that does not fit.
   //

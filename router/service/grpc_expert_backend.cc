@@ -30,6 +30,7 @@ v1::DispatchRequest Header(const ExpertSlice& slice, uint64_t round_id) {
   header.mutable_expert_ids()->Add(slice.expert_ids.begin(), slice.expert_ids.end());
   header.mutable_m_sizes()->Add(slice.m_sizes.begin(), slice.m_sizes.end());
   header.mutable_gather()->Add(slice.gather.begin(), slice.gather.end());
+  header.mutable_input_weights()->Add(slice.input_weights.begin(), slice.input_weights.end());
   header.set_placement_epoch(slice.placement_epoch);
   if (slice.deadline != absl::InfiniteFuture()) {
     header.set_timeout_us(

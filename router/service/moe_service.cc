@@ -235,6 +235,11 @@ grpc::ServerUnaryReactor* MoeServiceImpl::GetModel(grpc::CallbackServerContext* 
     info->set_num_experts(layer.router.num_experts);
     info->set_top_k(layer.router.top_k);
     info->set_weight_dtype(NameOf(experts.weight_dtype));
+    info->set_num_shared_experts(layer.shared.count);
+    if (layer.shared.count > 0) {
+      info->set_shared_intermediate_size(layer.shared.experts.intermediate_size);
+    }
+    info->set_num_identity_experts(layer.router.identity_experts);
     info->set_format("native");
     info->set_pad_multiple(1);
   }

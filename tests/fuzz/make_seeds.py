@@ -186,9 +186,14 @@ def slice_of(layer, experts, m_sizes, gather, rows, extra=b""):
     )
 
 
+def weights(count):
+    return block(9, floats(count))
+
+
 def dispatch():
     rows = tensor_of(F32, [2, 4], floats(8))
     wide = tensor_of(BF16, [3, 9], halves(27))
+    five = tensor_of(F32, [2, 5], floats(10))
     good = slice_of(0, [0, 2], [2, 1], [0, 1, 1], rows)
     return {
         "smallest": number(3, 1) + block(15, number(1, F32) + packed(2, [0, 4])),
@@ -198,6 +203,9 @@ def dispatch():
         "valid_f16": slice_of(2, [0, 2, 3], [1, 1, 1], [0, 0, 0], tensor_of(F16, [1, 9], bytes(18))),
         "valid_no_rows": slice_of(0, [], [], [], tensor_of(F32, [0, 4], b"")),
         "valid_tensor_first": block(15, rows) + number(3, 1) + number(99, 1) + packed(4, [0]) + packed(5, [0]),
+        "valid_weighed": slice_of(4, [0, 4], [2, 2], [0, 1, -1, 1], five, weights(4)),
+        "hostile_fewer_weights": slice_of(4, [0, 4], [2, 2], [0, 1, 0, 1], five, weights(3)),
+        "hostile_weights": slice_of(0, [0], [2], [0, 1], rows, weights(2)),
         "hostile_nothing": b"",
         "hostile_cut": good[:-3],
         "hostile_other_expert": slice_of(0, [1], [1], [0], rows),

@@ -48,9 +48,10 @@ struct Batch {
   std::vector<int32_t> experts;
   std::vector<int64_t> m_sizes;
   std::vector<int32_t> gather;
+  std::vector<float> input_weights = {};
   int64_t pairs = 0;
 
-  ExpertBatch View() const { return {rows, experts, m_sizes, gather}; }
+  ExpertBatch View() const { return {rows, experts, m_sizes, gather, input_weights}; }
 };
 
 // positions[i] of them for experts[i], each reading a random row; a tenth is padding if `padded`.
@@ -137,7 +138,12 @@ TEST_P(SameBits, WhateverTheActivation) {
         layer.descriptor = Expert(activation, has_bias, type, hidden_size, intermediate_size);
         for (int e = 0; e < 3; ++e)
           layer.weights.push_back(RandomExpert(layer.descriptor, 0.3f, rng));
-        const Batch batch = RandomBatch(dtype, hidden_size, {0, 2}, {7, 24}, true, rng);
+        Batch batch = RandomBatch(dtype, hidden_size, {0, 2}, {7, 24}, true, rng);
+        if (has_bias) {  // and the input weighed
+          for (size_t p = 0; p < batch.gather.size(); ++p) {
+            batch.input_weights.push_back(static_cast<float>(rng() % 1000) / 700);
+          }
+        }
         const std::string expected =
             Forward(*layer.Make({.kind = EngineKind::kForLoop}), batch, hidden_size);
         for (const Isa isa : SupportedIsas()) {

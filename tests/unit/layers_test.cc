@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <set>
 #include <string>
@@ -85,6 +86,11 @@ std::vector<NamedLayer> Layers() {
   layer = add("IdentityShared", WithShared(Routed(), 2));
   layer->router.identity_experts = 12;
   layer->router.routed_scale = 6.0f;
+  add("WeighInput", Routed())->router.weigh_input = true;
+  layer = add("WeighInputShared", WithShared(Routed(), 2));
+  layer->router.weigh_input = true;
+  layer->router.identity_experts = 2;
+  layer->experts.weight_dtype = DType::kF32;
   layer = add("OneExpert", WithShared(Routed(), 1));
   layer->router.num_experts = layer->router.top_k = 1;
   return layers;
@@ -228,6 +234,28 @@ TEST(Layers, SharedRowsGoWhereTheFirstSlotIs) {
   }
 }
 
+// Weights travel with the indices, and only where they are needed.
+TEST(Layers, InputWeightsAreChecked) {
+  for (const bool weigh_input : {false, true}) {
+    LayerDescription layer = Routed();
+    layer.router.weigh_input = weigh_input;
+    const auto checkpoint = Made(layer);
+    const auto store = *ExpertStore::Load(*checkpoint, {{kLayer, {0}}}, MakeEngine({}),
+                                          [](const LoadProgress&) {});
+    const Tensor rows = Tokens(DType::kF32, 2);
+    for (const size_t weights : {0, 1, 2, 3}) {
+      const auto result =
+          store->Forward(kLayer, std::vector<int32_t>{0}, std::vector<int64_t>{2},
+                         std::vector<int32_t>{0, 1}, std::vector<float>(weights, 0.5f), rows);
+      EXPECT_EQ(result.ok(), weights == (weigh_input ? 2u : 0u));
+      if (result.ok()) continue;
+      EXPECT_EQ(std::string(result.status().message()),
+                absl::StrCat("input_weights: expected ", weigh_input ? 2 : 0,
+                             " entries for layer 1, got ", weights));
+    }
+  }
+}
+
 TEST(Layers, DenseTokensAreSplitOverTheServers) {
   const auto checkpoint = Made(Dense(1));
   std::vector<int64_t> rows;
@@ -274,6 +302,50 @@ TEST(Layers, LosingSharedExpertsIsSaid) {
   const Tensor tokens = Tokens(DType::kF32, 4);
   EXPECT_EQ(Forward(*router, tokens, 0, 4).status().ToString(),
             "UNAVAILABLE: layer 1: lost the server of experts 0-1: gone");
+}
+
+// The gate sees the rows through one norm, and the experts through another.
+TEST(Layers, InputsAreNormalised) {
+  for (const int32_t num_experts : {7, 1}) {  // one alone has weight 1: the output is the expert's
+    LayerDescription plain = Routed();
+    plain.router.num_experts = num_experts;
+    plain.router.top_k = std::min(num_experts, plain.router.top_k);
+    LayerDescription normed = plain;
+    normed.router.input_norm = {true, 1e-3f, 0.5f};
+    normed.expert_input_norm = {true, 1e-2f, 1.0f};
+    const auto checkpoint = Made(normed);
+    const RouterWeights weights = *checkpoint->ReadRouter(kLayer);
+    const auto norm = [](const InputNorm& what, const Tensor& weight, const Tensor& rows) {
+      return RowNorm::Create(what, weight, kHidden)->Apply(rows, rows.dtype());
+    };
+    const auto router = Cluster(checkpoint, 2, kAtOnce, EngineKind::kGrouped);
+    const auto without = Cluster(Made(plain), 2, kAtOnce, EngineKind::kGrouped);
+    for (const DType dtype : {DType::kF32, DType::kBF16}) {
+      const Tensor rows = Tokens(dtype, kTokens);
+      const auto got = Forward(*router, Call(rows));
+      ASSERT_TRUE(got.ok()) << got.status();
+      const auto same = [](const Tensor& a, const Tensor& b) {
+        return a.dtype() == b.dtype() && a.shape() == b.shape() &&
+               std::memcmp(a.data(), b.data(), a.num_bytes()) == 0;
+      };
+      if (dtype == DType::kF32) {  // the gate's rows are not rounded to less
+        const auto routed =
+            Forward(*without, Call(norm(normed.router.input_norm, weights.input_norm, rows)));
+        ASSERT_TRUE(routed.ok()) << routed.status();
+        EXPECT_TRUE(same(got->routing.logits, routed->routing.logits));
+        EXPECT_TRUE(same(got->routing.topk_ids, routed->routing.topk_ids));
+        EXPECT_TRUE(same(got->routing.topk_weights, routed->routing.topk_weights));
+        const auto unnormed = Forward(*without, Call(rows));
+        ASSERT_TRUE(unnormed.ok()) << unnormed.status();
+        EXPECT_FALSE(same(got->routing.logits, unnormed->routing.logits));
+      }
+      if (num_experts > 1) continue;
+      const auto computed =
+          Forward(*without, Call(norm(normed.expert_input_norm, weights.expert_input_norm, rows)));
+      ASSERT_TRUE(computed.ok()) << computed.status();
+      EXPECT_TRUE(same(got->output, computed->output));
+    }
+  }
 }
 
 // Of servers that all have the shared experts, one that does not answer holds back only the calls

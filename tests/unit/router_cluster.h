@@ -99,6 +99,12 @@ class MadeUpCheckpoint final : public Checkpoint {
       weights.shared_gate =
           RandomTensor(DType::kBF16, {layer.shared.count, hidden_size}, 0.5f, rng);
     }
+    if (layer.router.input_norm.present) {
+      weights.input_norm = RandomTensor(DType::kF32, {hidden_size}, 2.0f, rng);
+    }
+    if (layer.expert_input_norm.present) {
+      weights.expert_input_norm = RandomTensor(DType::kF32, {hidden_size}, 2.0f, rng);
+    }
     return weights;
   }
   absl::StatusOr<ExpertWeights> ReadExpert(int32_t index, int32_t expert) const override {
@@ -122,6 +128,15 @@ inline float RoundTo(DType dtype, float value) {
   if (dtype == DType::kBF16) return FloatFromBF16(BF16FromFloat(value));
   if (dtype == DType::kF16) return FloatFromF16(F16FromFloat(value));
   return value;
+}
+
+inline std::vector<float> WeighedInput(DType dtype, float weight, const std::vector<float>& x) {
+  std::vector<float> weighed(x.size());
+  for (size_t d = 0; d < x.size(); ++d) {
+    const volatile float product = weight * x[d];
+    weighed[d] = RoundRow(dtype, product);
+  }
+  return weighed;
 }
 
 struct Expected {
@@ -174,7 +189,10 @@ inline Expected Restate(const Checkpoint& checkpoint, int32_t layer_index,
       if (ids[k] >= router.num_experts) {
         add(weights[k], x);
       } else {
-        add(weights[k], RestatedExpert(layer.experts, experts[ids[k]], dtype, x));
+        const std::vector<float> weighed = WeighedInput(dtype, weights[k], x);
+        add(router.weigh_input ? 1.0f : weights[k],
+            RestatedExpert(layer.experts, experts[ids[k]], dtype,
+                           router.weigh_input ? weighed : x));
       }
     }
     if (router.routed_scale != 1.0f) multiply(router.routed_scale);
@@ -252,7 +270,8 @@ class FakeServer : public ExpertBackend {
 };
 
 inline absl::StatusOr<Tensor> Compute(const ExpertStore& store, const ExpertSlice& slice) {
-  return store.Forward(slice.layer, slice.expert_ids, slice.m_sizes, slice.gather, slice.rows);
+  return store.Forward(slice.layer, slice.expert_ids, slice.m_sizes, slice.gather,
+                       slice.input_weights, slice.rows);
 }
 
 // Answers before Dispatch returns.

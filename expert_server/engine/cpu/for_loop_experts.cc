@@ -28,6 +28,10 @@ KERNEL_NOINLINE void AddBias(const Tensor& bias, float* values) {
   for (int64_t i = 0; i < bias.num_elements(); ++i) values[i] += bias.as<float>()[i];
 }
 
+KERNEL_NOINLINE void Multiply(float factor, int64_t n, float* values) {
+  for (int64_t i = 0; i < n; ++i) values[i] *= factor;
+}
+
 // Rounds to the dtype that rows and h have between the steps.
 void Round(DType dtype, int64_t n, float* values) {
   if (dtype != DType::kBF16) return;
@@ -72,6 +76,10 @@ class ForLoopExperts : public Experts {
         if (row < 0) continue;
         for (int64_t d = 0; d < hidden_size; ++d) {
           x[d] = LoadFloat(batch.rows.dtype, batch.rows.data, row * hidden_size + d);
+        }
+        if (!batch.input_weights.empty()) {
+          Multiply(batch.input_weights[position], hidden_size, x.data());
+          Round(reply, hidden_size, x.data());
         }
         ForLoopMatVec(x.data(), {format, expert.gate_up, expert.gate_up_scales}, gate_up.data());
         AddBias(expert.gate_up_bias, gate_up.data());

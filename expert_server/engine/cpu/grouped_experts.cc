@@ -72,16 +72,22 @@ class GroupedExperts : public Experts {
                             : PackedWeights::Columns::kPlain;
   }
 
-  // Fills groups and source: padding is left out, so that output row i is that of source[i].
+  // Fills groups, source and weights: padding is left out, so that output row i is that of
+  // source[i].
   static void Plan(const ExpertBatch& batch, GroupedContext& context)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(context.mutex) {
     context.groups.clear();
     context.source.clear();
+    context.weights.clear();
     int64_t position = 0;
     for (size_t group = 0; group < batch.experts.size(); ++group) {
       const int64_t first_row = static_cast<int64_t>(context.source.size());
       for (int64_t i = 0; i < batch.m_sizes[group]; ++i, ++position) {
-        if (batch.gather[position] >= 0) context.source.push_back(batch.gather[position]);
+        if (batch.gather[position] < 0) continue;
+        context.source.push_back(batch.gather[position]);
+        if (!batch.input_weights.empty()) {
+          context.weights.push_back(batch.input_weights[position]);
+        }
       }
       AddGroups(batch.experts[group], first_row,
                 static_cast<int64_t>(context.source.size()) - first_row, &context.groups);
@@ -116,9 +122,7 @@ class GroupedExperts : public Experts {
     std::byte* const x = context.x.Get(static_cast<size_t>(rows * x_bytes));
     std::byte* const h = context.h.Get(static_cast<size_t>(rows * h_bytes));
     // h is rounded to the request's dtype, and stored as the next GEMM reads it.
-    const RowFormat h_format = row_dtype == DType::kBF16 ? RowFormat::kBF16
-                               : reply == DType::kBF16   ? RowFormat::kF32OfBF16
-                                                         : RowFormat::kF32;
+    const RowFormat h_format = GemmRowFormat(activations, row_dtype);
     const RowFormat y_format = reply == DType::kBF16 ? RowFormat::kBF16 : RowFormat::kF32;
     std::byte* const y =
         static_cast<std::byte*>(output) + first_row * hidden_size_ * BytesOf(reply);
@@ -140,6 +144,8 @@ class GroupedExperts : public Experts {
                       address(down_bias_)});
     const absl::Span<const int32_t> source =
         absl::MakeConstSpan(context.source).subspan(first_row, rows);
+    absl::Span<const float> weights = context.weights;
+    if (!weights.empty()) weights = weights.subspan(first_row, rows);
     const auto* const from = static_cast<const std::byte*>(batch.rows.data);
     const int64_t from_bytes = hidden_size_ * BytesOf(activations);
     const std::function<bool()> go_on = [] { return false; };
@@ -150,8 +156,13 @@ class GroupedExperts : public Experts {
     const auto start = std::chrono::steady_clock::now();
     context.pool.Run([&](int thread) {
       for (int64_t r = rows * thread / threads; r < rows * (thread + 1) / threads; ++r) {
-        LoadGemmRow(isa, activations, from + source[r] * from_bytes, hidden_size_, row_dtype,
-                    x + r * x_bytes);
+        const std::byte* const row = from + source[r] * from_bytes;
+        if (weights.empty()) {
+          LoadGemmRow(isa, activations, row, hidden_size_, row_dtype, x + r * x_bytes);
+        } else {
+          LoadWeighedGemmRow(isa, activations, row, hidden_size_, weights[r], row_dtype,
+                             x + r * x_bytes);
+        }
       }
       context.pool.Barrier();
       if (thread == 0 && batch.gather_ns != nullptr) {
