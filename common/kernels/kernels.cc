@@ -663,6 +663,24 @@ HWY_INLINE VF LoadVector(DType dtype, const void* row, int64_t column) {
                                : hn::LoadU(F(), static_cast<const float*>(row) + column);
 }
 
+// The chains of neighbouring vectors, over the rows [begin, end).
+template <int kChains>
+HWY_INLINE void AddRows(const CombineRows& token, int64_t begin, int64_t end, int64_t column,
+                        VF (&acc)[kChains]) {
+  for (int64_t s = begin; s < end; ++s) {
+    const VF w = hn::Set(F(), token.weights[s]);
+    UNROLL for (int v = 0; v < kChains; ++v) {
+      acc[v] = hn::MulAdd(w, LoadVector(token.dtype, token.rows[s], column + v * kLanes), acc[v]);
+    }
+  }
+}
+
+template <int kChains>
+HWY_INLINE void Scale(float scale, VF (&acc)[kChains]) {
+  if (scale == 1.0f) return;
+  UNROLL for (int v = 0; v < kChains; ++v) acc[v] = hn::Mul(acc[v], hn::Set(F(), scale));
+}
+
 HWY_NOINLINE void Combine(const CombineRows& token, DType out_dtype, int64_t n, void* out) {
   constexpr int kUnroll = 4;  // independent chains, to hide the latency of an addition
   const int64_t slots = token.num_routed + token.num_shared;
@@ -670,20 +688,10 @@ HWY_NOINLINE void Combine(const CombineRows& token, DType out_dtype, int64_t n, 
   for (; i + kUnroll * kLanes <= n; i += kUnroll * kLanes) {
     VF acc[kUnroll];
     UNROLL for (int v = 0; v < kUnroll; ++v) acc[v] = hn::Zero(F());
-    for (int64_t s = 0; s <= slots; ++s) {
-      if (s == token.num_routed && token.routed_scale != 1.0f) {
-        const VF scale = hn::Set(F(), token.routed_scale);
-        UNROLL for (int v = 0; v < kUnroll; ++v) acc[v] = hn::Mul(acc[v], scale);
-      }
-      if (s == slots) break;
-      const VF w = hn::Set(F(), token.weights[s]);
-      UNROLL for (int v = 0; v < kUnroll; ++v) {
-        acc[v] = hn::MulAdd(w, LoadVector(token.dtype, token.rows[s], i + v * kLanes), acc[v]);
-      }
-    }
-    if (token.scale != 1.0f) {
-      UNROLL for (int v = 0; v < kUnroll; ++v) acc[v] = hn::Mul(acc[v], hn::Set(F(), token.scale));
-    }
+    AddRows(token, 0, token.num_routed, i, acc);
+    Scale(token.routed_scale, acc);
+    AddRows(token, token.num_routed, slots, i, acc);
+    Scale(token.scale, acc);
     UNROLL for (int v = 0; v < kUnroll; ++v) {
       const int64_t column = i + v * kLanes;
       if (out_dtype == DType::kF16) {

@@ -80,7 +80,7 @@ absl::StatusOr<Quantization> ReadCompressedTensors(const json& object) {
       {"pack-quantized", "packed integers are not computed"},
       {"int-quantized", "integers are not computed"},
       {"nvfp4-pack-quantized", "scales in fp8 are not computed"},
-      {"mxfp4-pack-quantized", "MXFP4 is read as gpt-oss' files have it"},
+      {"mxfp4-pack-quantized", "MXFP4 is read from tensors of blocks and of scales"},
       {"marlin-24", "sparse weights are not computed"},
       {"mixed-precision", "several formats at once are not read"}};
   ASSIGN_OR_RETURN(const std::string format, Text(object, "format", "(none)"));

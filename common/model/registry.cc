@@ -420,7 +420,7 @@ Family Llama4() {
       .gate = gate,
       .blocks = {"feed_forward."},
       .router_weight = {"router.weight"},
-      .layouts = {FusedTransposed()},
+      .layouts = {FusedTransposed(), PerExpert()},  // the latter where linears were quantised
       .shared_layouts = {Mlp("shared_expert.")},
       .dense_layouts = {Mlp()},
   };

@@ -203,6 +203,19 @@ TEST(AddSharedSlots, SplitsTokensWithoutSlots) {
   EXPECT_THAT(slots.server_of_id, ElementsAre(3, 0, 1, kRouterItself));
 }
 
+// The plan of PlanRound.ByHand, the weight of each pair in its position.
+TEST(InputWeights, ByHand) {
+  const std::vector<float> weights = {0.1f, 0.2f, 0.3f, 0.4f, 0.5f, 0.6f};
+  const RoundPlan plan = Plan({2, 0, 3, 2, 2, 0}, 2, {0, 2, 0, 2}, 4);
+  EXPECT_THAT(InputWeights(plan, 2, 0, weights),
+              ElementsAre(ElementsAre(0.2f, 0.6f, 1.0f, 1.0f, 0.1f, 0.4f, 0.5f, 1.0f),
+                          ElementsAre(0.3f, 1.0f, 1.0f, 1.0f)));
+  // The second slot is shared: expert 1, on the server of expert 0.
+  const RoundPlan shared = Plan({0, 1, 0, 1}, 2, {0, 0}, 1);
+  EXPECT_THAT(InputWeights(shared, 1, 1, {0.5f, 0.25f}),
+              ElementsAre(ElementsAre(0.5f, 0.25f, 1.0f, 1.0f)));
+}
+
 TEST(GatherRows, CopiesTheRowsAsked) {
   for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
     Tensor hidden_states(dtype, {4, 3});
