@@ -21,8 +21,9 @@ class Server final : public ExpertBackend {
   Server(int number, std::unique_ptr<ExpertStore> store, Cluster::Answer answer)
       : number_(number), store_(std::move(store)), answer_(std::move(answer)) {}
   uint64_t Dispatch(ExpertSlice slice, Done done) override {
-    std::move(done)(answer_(number_, store_->Forward(slice.layer, slice.expert_ids, slice.m_sizes,
-                                                     slice.gather, slice.rows)));
+    std::move(done)(
+        answer_(number_, store_->Forward(slice.layer, slice.expert_ids, slice.m_sizes, slice.gather,
+                                         slice.input_weights, slice.rows)));
     return 0;
   }
   void Cancel(uint64_t) override {}

@@ -40,20 +40,31 @@ struct Folders {
 void CheckDescription(const ModelDescription& description) {
   FUZZ_CHECK(!description.layers.empty());
   int32_t previous = -1;
+  bool moe = false;
   for (const LayerDescription& layer : description.layers) {
     FUZZ_CHECK(layer.layer > previous && layer.layer < description.num_hidden_layers);
     previous = layer.layer;
+    FUZZ_CHECK(layer.experts.hidden_size > 0);
+    const RouterDescriptor& router = layer.router;
+    for (const auto& [count, experts] : {std::pair(router.num_experts, layer.experts),
+                                         std::pair(layer.shared.count, layer.shared.experts)}) {
+      if (count == 0) continue;
+      const int64_t gate_up[] = {count, 2 * experts.intermediate_size, experts.hidden_size,
+                                 sizeof(float)};
+      FUZZ_CHECK(NumElements(gate_up) > 0);
+    }
+    if (layer.kind == LayerKind::kDense) {
+      FUZZ_CHECK(router.num_experts == 0 && router.top_k == 0 && layer.shared.count == 1);
+      continue;
+    }
+    moe = true;
+    FUZZ_CHECK(1 <= router.top_k && router.top_k <= router.num_experts + router.identity_experts);
+    FUZZ_CHECK(router.num_experts % router.num_groups == 0);
+    FUZZ_CHECK(router.topk_groups <= router.num_groups);
+    const absl::Status valid = ValidateRouter(router);
+    FUZZ_CHECK(valid.ok() || absl::IsUnimplemented(valid));
   }
-  const LayerDescription& layer = description.layers.front();  // all are alike but for their index
-  const RouterDescriptor& router = layer.router;
-  FUZZ_CHECK(1 <= router.top_k && router.top_k <= router.num_experts);
-  FUZZ_CHECK(router.num_experts % router.num_groups == 0);
-  FUZZ_CHECK(router.topk_groups <= router.num_groups);
-  FUZZ_CHECK(router.top_k <= router.topk_groups * int64_t{router.num_experts / router.num_groups});
-  const int64_t gate_up[] = {router.num_experts, 2 * layer.experts.intermediate_size,
-                             layer.experts.hidden_size, sizeof(float)};
-  FUZZ_CHECK(NumElements(gate_up) > 0);
-  FUZZ_CHECK(ValidateRouter(router).ok());
+  FUZZ_CHECK(moe);
 }
 
 }  // namespace
@@ -72,7 +83,9 @@ void Config(Bytes bytes) {
   CheckDescription(model->description);
 
   folders.config.Set(bytes);
-  for (const auto& folder : folders.of_family.at(model->family->model_type)) {
+  const auto found = folders.of_family.find(model->family->model_type);
+  if (found == folders.of_family.end()) return;
+  for (const auto& folder : found->second) {
     const auto checkpoint = Checkpoint::Open(folder->folder.path(), Families());
     if (!checkpoint.ok()) {
       FUZZ_CHECK(absl::IsInvalidArgument(checkpoint.status()) ||

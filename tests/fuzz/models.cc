@@ -2,8 +2,10 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <map>
 #include <random>
+#include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -63,41 +65,46 @@ TinyModel MakeModel(const Family& family, json config) {
 }
 
 std::vector<TinyModel> MakeModels() {
-  const absl::Span<const Family> families = Families();
-  FUZZ_CHECK(families.size() == 4);
+  const auto family = [](const std::string& model_type) -> const Family& {
+    const auto found = std::find_if(Families().begin(), Families().end(), [&](const Family& one) {
+      return one.model_type == model_type;
+    });
+    FUZZ_CHECK(found != Families().end());
+    return *found;
+  };
   return {
-      MakeModel(families[0], {{"num_hidden_layers", 1},
-                              {"hidden_size", 2},
-                              {"intermediate_size", 1},
-                              {"num_local_experts", 3},
-                              {"num_experts_per_tok", 2},
-                              {"hidden_act", "silu"}}),
-      MakeModel(families[1], {{"num_hidden_layers", 2},
-                              {"hidden_size", 3},
-                              {"moe_intermediate_size", 2},
-                              {"num_experts", 2},
-                              {"num_experts_per_tok", 1},
-                              {"norm_topk_prob", true},
-                              {"mlp_only_layers", {0}},
-                              {"hidden_act", "silu"}}),
-      MakeModel(families[2], {{"num_hidden_layers", 1},
-                              {"hidden_size", 1},
-                              {"intermediate_size", 1},
-                              {"num_experts", 4},
-                              {"num_experts_per_tok", 3},
-                              {"hidden_act", "silu"}}),
-      MakeModel(families[3], {{"text_config",
-                               {{"num_hidden_layers", 3},
-                                {"hidden_size", 5},
-                                {"moe_intermediate_size", 1},
-                                {"n_routed_experts", 4},
-                                {"num_experts_per_tok", 2},
-                                {"first_k_dense_replace", 1},
-                                {"moe_layer_freq", 2},
-                                {"n_group", 2},
-                                {"topk_group", 1},
-                                {"routed_scaling_factor", 2.5},
-                                {"hidden_act", "silu"}}}}),
+      MakeModel(family("mixtral"), {{"num_hidden_layers", 1},
+                                    {"hidden_size", 2},
+                                    {"intermediate_size", 1},
+                                    {"num_local_experts", 3},
+                                    {"num_experts_per_tok", 2},
+                                    {"hidden_act", "silu"}}),
+      MakeModel(family("qwen3_moe"), {{"num_hidden_layers", 1},
+                                      {"hidden_size", 3},
+                                      {"moe_intermediate_size", 2},
+                                      {"num_experts", 2},
+                                      {"num_experts_per_tok", 1},
+                                      {"norm_topk_prob", true},
+                                      {"mlp_only_layers", json::array()},
+                                      {"hidden_act", "silu"}}),
+      MakeModel(family("olmoe"), {{"num_hidden_layers", 1},
+                                  {"hidden_size", 1},
+                                  {"intermediate_size", 1},
+                                  {"num_experts", 4},
+                                  {"num_experts_per_tok", 3},
+                                  {"hidden_act", "silu"}}),
+      MakeModel(family("every_key"), {{"text_config",
+                                       {{"num_hidden_layers", 1},
+                                        {"hidden_size", 5},
+                                        {"moe_intermediate_size", 1},
+                                        {"n_routed_experts", 4},
+                                        {"num_experts_per_tok", 2},
+                                        {"first_k_dense_replace", 0},
+                                        {"moe_layer_freq", 1},
+                                        {"n_group", 2},
+                                        {"topk_group", 1},
+                                        {"routed_scaling_factor", 2.5},
+                                        {"hidden_act", "silu"}}}}),
   };
 }
 

@@ -24,7 +24,7 @@ struct TinyModel {
   LayerDescription layer;  // its only MoE layer
 };
 
-// One of each of Families(), in their order.
+// One of each of a few of Families().
 const std::vector<TinyModel>& TinyModels();
 
 using Shape = std::vector<int64_t>;
