@@ -57,7 +57,7 @@ struct Round {
     absl::Status failure;  // how it was answered
   };
 
-  DType dtype = DType::kF32;               // of the parts' hidden states
+  DType dtype = DType::kF32;                // of the parts' hidden states
   std::set<const ExpertBackend*> suspects;  // servers that kept others waiting when it was made
   absl::Time start;
   absl::Time planned;  // between planning and gathering
