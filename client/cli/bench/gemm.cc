@@ -25,7 +25,7 @@ struct Options {
   int64_t k = 2048;
   int64_t weights_mib = 512;
   std::vector<int64_t> rows = {1, 4, 8, 16, 64, 256};
-  std::vector<std::string> formats = {"bf16", "fp32", "f16", "fp8", "fp8_row", "mxfp4"};
+  std::vector<std::string> formats = {"bf16", "fp32", "f16"};
   std::vector<std::string> isas;  // empty: all of this processor
 };
 
@@ -134,7 +134,7 @@ absl::Status Run(const Options& options) {
   if (isas.empty()) isas = SupportedIsas();
   std::vector<BenchFormat> formats;
   for (const std::string& name : options.formats) {
-    ASSIGN_OR_RETURN(const BenchFormat format, ParseBenchFormat(name));
+    ASSIGN_OR_RETURN(const BenchFormat format, ParseBenchFormat("formats", name));
     if (format.format == WeightFormat::kMxfp4 && options.k % 2 == 1) {
       return absl::InvalidArgumentError(
           absl::StrCat("k: expected an even number for mxfp4, got ", options.k));
@@ -207,7 +207,8 @@ Command AddBenchGemm(CLI::App& app) {
       ->delimiter(',')
       ->capture_default_str()
       ->check(CLI::Range(1, 1 << 16));
-  app.add_option("--formats", options->formats, "of the weights, separated by commas")
+  app.add_option("--formats", options->formats,
+                 "of the weights, separated by commas: bf16, fp32, f16, fp8, fp8_row, mxfp4")
       ->delimiter(',')
       ->capture_default_str();
   app.add_option("--isa", options->isas,

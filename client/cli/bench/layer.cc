@@ -58,7 +58,7 @@ class Layer {
   static absl::StatusOr<std::unique_ptr<Layer>> Start(const Options& options) {
     std::unique_ptr<Layer> layer(new Layer());
     ASSIGN_OR_RETURN(layer->shape_, ParseMoeShape(options.shape));
-    ASSIGN_OR_RETURN(layer->format_, ParseBenchFormat(options.dtype));
+    ASSIGN_OR_RETURN(layer->format_, ParseBenchFormat("dtype", options.dtype));
     if (options.servers == 0 && options.stages) {
       return absl::InvalidArgumentError("servers: expected at least 1 with --stages, got 0");
     }

@@ -124,7 +124,7 @@ const char* BenchName(DType dtype) {
   return dtype == DType::kBF16 ? "bf16" : dtype == DType::kF16 ? "f16" : "fp32";
 }
 
-absl::StatusOr<BenchFormat> ParseBenchFormat(const std::string& name) {
+absl::StatusOr<BenchFormat> ParseBenchFormat(const std::string& option, const std::string& name) {
   constexpr BenchFormat kFormats[] = {
       {"bf16", WeightFormat::kPlain, DType::kBF16, DType::kBF16},
       {"fp32", WeightFormat::kPlain, DType::kF32, DType::kF32},
@@ -136,8 +136,8 @@ absl::StatusOr<BenchFormat> ParseBenchFormat(const std::string& name) {
   for (const BenchFormat& format : kFormats) {
     if (name == format.name) return format;
   }
-  return absl::InvalidArgumentError(
-      absl::StrCat("format: expected bf16, fp32, f16, fp8, fp8_row or mxfp4, got \"", name, "\""));
+  return absl::InvalidArgumentError(absl::StrCat(
+      option, ": expected bf16, fp32, f16, fp8, fp8_row or mxfp4, got \"", name, "\""));
 }
 
 int64_t ExpertBytes(const MoeShape& shape, const BenchFormat& format) {

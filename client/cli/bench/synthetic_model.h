@@ -45,7 +45,7 @@ struct BenchFormat {
 
 // "bf16", "fp32", "f16", "fp8" (scales of blocks of 128 x 128), "fp8_row", "mxfp4";
 // INVALID_ARGUMENT naming the choices.
-absl::StatusOr<BenchFormat> ParseBenchFormat(const std::string& name);
+absl::StatusOr<BenchFormat> ParseBenchFormat(const std::string& option, const std::string& name);
 
 // Bytes of the weights of one expert, as stored; scales of MXFP4 count, those of fp8 are too few.
 int64_t ExpertBytes(const MoeShape& shape, const BenchFormat& format);

@@ -140,7 +140,7 @@ absl::Status Run(const Options& options) {
   absl::StatusOr<Gate> gate = absl::InternalError("not made yet");
   {
     ASSIGN_OR_RETURN(const std::unique_ptr<TemporaryFolder> folder, TemporaryFolder::Create());
-    ASSIGN_OR_RETURN(const BenchFormat format, ParseBenchFormat("bf16"));
+    ASSIGN_OR_RETURN(const BenchFormat format, ParseBenchFormat("dtype", "bf16"));
     RETURN_IF_ERROR(WriteSyntheticModel(folder->path(), shape, format));
     ASSIGN_OR_RETURN(cluster, BenchCluster::Start(folder->path(), {}, kServers, [&](int server) {
                        return std::vector<std::string>{SiblingProgram("expertmesh"),

@@ -86,6 +86,28 @@ def test_gemm(report):
         assert row["gflops"] == pytest.approx(1e-6 * flops / row["ms_median"])
 
 
+def test_gemm_with_quantised_weights(report, bench):
+    arguments = ("--n", "200", "--k", "102", "--weights-mib", "1", "--probe-mib", "16", "--repetitions", "2")
+    formats = {"fp8": 1.0, "fp8_row": 1.0, "mxfp4": 0.5}  # bytes of a weight
+    rows = report("gemm", *arguments, "--rows", "1,9", "--formats", ",".join(formats))
+    assert {(row["format"], row["rows_per_expert"]) for row in rows} == {(f, n) for f in formats for n in (1, 9)}
+    for row in rows:
+        weights = row["experts"] * 200 * 102 * formats[row["format"]]
+        scales = row["experts"] * (200 * 102 // 32) if row["format"] == "mxfp4" else 0
+        assert row["gb_per_s"] == pytest.approx(1e-6 * (weights + scales) / row["ms_median"])
+        assert row["pack_gb_s"] > 0
+    odd = bench("gemm", "--k", "101", "--formats", "mxfp4")
+    assert odd.returncode == 1 and "k: expected an even number for mxfp4, got 101" in odd.stderr
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_row", "mxfp4"])
+def test_layer_with_quantised_weights(report, dtype):
+    arguments = ("--shape", "160x96x8x2", "--tokens", "3", "--probe-mib", "16", "--repetitions", "1")
+    (row,) = report("layer", *arguments, "--servers", "0", "--in-process", "--dtype", dtype)
+    assert (row["format"], row["tokens"]) == (dtype, 3)
+    assert 0 < row["ms_median"]
+
+
 def test_layer(report):
     arguments = ("--shape", SHAPE, "--tokens", "1,8", "--probe-mib", "16", "--repetitions", "2")
     rows = report("layer", *arguments, "--servers", "2", "--in-process", "--dtype", "fp32", "--isa", "avx2")
