@@ -94,8 +94,8 @@ def inside(model_type: str, prefix: str) -> Callable[[dict[str, Any], Tensors], 
         text = dict(config)
         config.clear()
         config.update(model_type=model_type, text_config=text, dtype=text.pop("dtype"))
+        outer = prefix.removesuffix("model.") if prefix.startswith("language_model.") else ""
         for name in list(tensors):
-            outer = "" if model_type == "gemma4" else "language_model."
             inner = name.replace("model.", prefix, 1) if name.startswith("model.") else outer + name
             tensors[inner] = tensors.pop(name)
         tensors["vision_model.norm.weight"] = torch.ones(3)

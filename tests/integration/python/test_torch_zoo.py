@@ -1,4 +1,4 @@
-"""All families of models, in their released layouts, on clusters, against transformers' own modules in fp32."""
+"""All families of models, in their released layouts, on clusters, against transformers' modules in fp32."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 from expertmesh.torch import RemoteMoeBlock, from_pretrained, patch, unpatch
-from zoo import DTYPES, FAMILIES, Files, dense_mlps, make_model, moe_blocks, rows, run, save
-from zoo_formulas import FORMULAS
+from zoo import FAMILIES, Files, dense_mlps, make_model, moe_blocks, rows, run, save
 
 # Relative Frobenius error of a block's output by the dtype of the request.
 BOUNDS = {np.float32: 1e-5, ml_dtypes.bfloat16: 1e-2, np.float16: 2e-3}
@@ -18,11 +17,7 @@ WHOLE_MODEL_BOUND = 1e-5
 ROWS = 100
 # Each family's shapes (experts and top_k) in turn, in another dtype and layout.
 KINDS = [("f32", "released"), ("bf16", "fused"), ("bf16", "released")]
-CASES = [
-    (family, *shape, *kind)
-    for family in FAMILIES
-    for shape, kind in zip(FAMILIES[family].shapes, KINDS)
-]
+CASES = [(name, *shape, *kind) for name in FAMILIES for shape, kind in zip(FAMILIES[name].shapes, KINDS)]
 NO_ROUTER_LOGITS = {"llama4", "llama4_text", "gemma4", "gemma4_text"}  # of the whole model
 
 

@@ -17,7 +17,7 @@ from zoo_formulas import FORMULAS, Result, block_output, dense_output
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "golden"))
 from make_zoo_models import DTYPES, FAMILIES, HIDDEN, make_model, save  # noqa: E402
 
-__all__ = ["DTYPES", "FAMILIES", "HIDDEN", "Files", "dense_mlps", "make_model", "moe_blocks", "rows", "run", "save"]
+__all__ = ["DTYPES", "FAMILIES", "Files", "dense_mlps", "make_model", "moe_blocks", "rows", "run", "save"]
 
 torch.set_num_threads(1)  # the tensors are too small for more
 BLOCKS = ("mlp", "block_sparse_moe", "feed_forward", "ffn", "mixer")

@@ -130,8 +130,8 @@ def rms_norm(x: np.ndarray, epsilon: float) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Formula:
-    """block: prefix of a layer's tensors. gate: fields of the router, from the configuration; its top_k is the
-    first key of `top_k` that is there. The other names are of tensors under the prefix."""
+    """block: prefix of a layer's tensors. gate: fields of the router, from the configuration; top_k is the
+    first of those keys that is there. The other names are of tensors under the prefix."""
 
     gate: Callable[[Config], dict[str, Any]] = lambda config: {}
     block: str = "model.layers.{}.mlp."

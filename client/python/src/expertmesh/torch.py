@@ -84,7 +84,7 @@ def _gemma4_recorded(outputs: _Outputs) -> _Outputs:
 
 
 class _ReturnsWeights(nn.Module):
-    """Stands in for experts whose remote router has computed them: it passed their output on as the weights."""
+    """Stands in for experts that the router's stand-in has computed, with their output for the weights."""
 
     def forward(self, hidden_states: torch.Tensor, ids: None, weights: torch.Tensor) -> torch.Tensor:
         return weights
@@ -372,7 +372,8 @@ def _read_config(folder: Path) -> PretrainedConfig:
         fields = json.loads(path.read_text())
         model_type = fields.get("model_type")
         if model_type in _SAME_AS and model_type not in CONFIG_MAPPING:
-            return CONFIG_MAPPING[_SAME_AS[model_type]].from_dict({**fields, "model_type": _SAME_AS[model_type]})
+            fields["model_type"] = _SAME_AS[model_type]
+            return CONFIG_MAPPING[_SAME_AS[model_type]].from_dict(fields)
     return AutoConfig.from_pretrained(folder, local_files_only=True)
 
 
