@@ -930,19 +930,21 @@ absl::Status DescribeGate(const json& config, const Family& family, LayerIndex i
 
   ASSIGN_OR_RETURN(const int64_t num_groups, GetPositive(config, family.num_groups));
   ASSIGN_OR_RETURN(const int64_t topk_groups, GetPositive(config, family.topk_groups));
-  if (num_experts % num_groups != 0) {
+  const int64_t num_ids = num_experts + identity;
+  if (num_ids % num_groups != 0) {
     return absl::InvalidArgumentError(
-        absl::StrCat(num_experts, " experts do not divide into ", num_groups, " groups"));
+        absl::StrCat(num_ids, " experts do not divide into ", num_groups, " groups"));
   }
-  if (topk_groups > num_groups || top_k > topk_groups * (num_experts / num_groups)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("top ", top_k, " of the best ", topk_groups, " of ", num_groups, " groups of ",
-                     num_experts / num_groups, " experts: there are too few"));
+  const int64_t group_size = num_ids / num_groups;
+  if (topk_groups > num_groups || top_k > topk_groups * group_size) {
+    return absl::InvalidArgumentError(absl::StrCat("top ", top_k, " of the best ", topk_groups,
+                                                   " of ", num_groups, " groups of ", group_size,
+                                                   " experts: there are too few"));
   }
   gate->num_groups = static_cast<int32_t>(num_groups);
   gate->topk_groups = static_cast<int32_t>(topk_groups);
   if (num_groups == 1) gate->group_score = GroupScore::kNone;
-  if (gate->group_score == GroupScore::kTop2Sum && num_experts / num_groups < 2) {
+  if (gate->group_score == GroupScore::kTop2Sum && group_size < 2) {
     return absl::InvalidArgumentError(
         absl::StrCat(num_groups, " groups of one expert have no sum of their best two scores"));
   }

@@ -59,7 +59,7 @@ void CheckDescription(const ModelDescription& description) {
     }
     moe = true;
     FUZZ_CHECK(1 <= router.top_k && router.top_k <= router.num_experts + router.identity_experts);
-    FUZZ_CHECK(router.num_experts % router.num_groups == 0);
+    FUZZ_CHECK((router.num_experts + router.identity_experts) % router.num_groups == 0);
     FUZZ_CHECK(router.topk_groups <= router.num_groups);
     const absl::Status valid = ValidateRouter(router);
     FUZZ_CHECK(valid.ok() || absl::IsUnimplemented(valid));
