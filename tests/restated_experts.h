@@ -18,8 +18,8 @@ namespace expertmesh {
 
 inline const std::vector<Activation>& AllActivations() {
   static const std::vector<Activation> all = {
-      Activation::kSiluGlu,        Activation::kGptOssGlu,   Activation::kClampedSiluGlu,
-      Activation::kSiluClampedGlu, Activation::kGeluTanhGlu, Activation::kGeluErfGlu,
+      Activation::kSiluGlu,        Activation::kClampedSwishGlu, Activation::kClampedSiluGlu,
+      Activation::kSiluClampedGlu, Activation::kGeluTanhGlu,     Activation::kGeluErfGlu,
       Activation::kRelu2};
   return all;
 }
@@ -143,7 +143,7 @@ inline float RestatedActivation(const ExpertDescriptor& descriptor, float g, flo
       b = g / a;
       c = b * u;
       return c;
-    case Activation::kGptOssGlu:
+    case Activation::kClampedSwishGlu:
       a = descriptor.activation_alpha * low_g;
       a = 1.0f + Exp(-a);
       b = low_g / a;

@@ -521,7 +521,7 @@ HWY_INLINE VF ActivateVector(const ActivationFunction& function, VF g, VF u) {
   const VF one = hn::Set(f, 1.0f);
   if constexpr (kKind == Activation::kSiluGlu) {
     return hn::Mul(SiluVector(g), u);
-  } else if constexpr (kKind == Activation::kGptOssGlu) {
+  } else if constexpr (kKind == Activation::kClampedSwishGlu) {
     const VF c = hn::Min(g, hn::Set(f, function.limit));
     const VF e = ExpVector(hn::Neg(hn::Mul(hn::Set(f, function.alpha), c)));
     return hn::Mul(hn::Div(c, hn::Add(one, e)), hn::Add(Clamp(u, function.limit), one));
@@ -619,8 +619,9 @@ void ActivateAny(const ActivationFunction& function, const float* c, int64_t row
   switch (function.kind) {
     case Activation::kSiluGlu:
       return ActivateBlock<Activation::kSiluGlu>(function, c, rows, columns, format, h, stride);
-    case Activation::kGptOssGlu:
-      return ActivateBlock<Activation::kGptOssGlu>(function, c, rows, columns, format, h, stride);
+    case Activation::kClampedSwishGlu:
+      return ActivateBlock<Activation::kClampedSwishGlu>(function, c, rows, columns, format, h,
+                                                         stride);
     case Activation::kClampedSiluGlu:
       return ActivateBlock<Activation::kClampedSiluGlu>(function, c, rows, columns, format, h,
                                                         stride);

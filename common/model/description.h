@@ -84,13 +84,13 @@ struct RouterDescriptor {
 // What an expert computes between its two projections; g and u are rows of the gate and up
 // projections.
 enum class Activation {
-  kSiluGlu,         // silu(g) u
-  kGptOssGlu,       // min(g, L) sigmoid(alpha min(g, L)) (clamp(u, -L, L) + 1)
-  kClampedSiluGlu,  // silu(min(g, L)) clamp(u, -L, L)
-  kSiluClampedGlu,  // min(silu(g), L) clamp(u, -L, L)
-  kGeluTanhGlu,     // gelu_tanh(g) u
-  kGeluErfGlu,      // gelu_erf(g) u
-  kRelu2,           // max(g, 0)^2, no up projection
+  kSiluGlu,          // silu(g) u
+  kClampedSwishGlu,  // min(g, L) sigmoid(alpha min(g, L)) (clamp(u, -L, L) + 1)
+  kClampedSiluGlu,   // silu(min(g, L)) clamp(u, -L, L)
+  kSiluClampedGlu,   // min(silu(g), L) clamp(u, -L, L)
+  kGeluTanhGlu,      // gelu_tanh(g) u
+  kGeluErfGlu,       // gelu_erf(g) u
+  kRelu2,            // max(g, 0)^2, no up projection
 };
 
 // One expert: y = down(activation(gate(x), up(x))), with biases where the family has them.

@@ -395,7 +395,7 @@ Family GptOss() {
       .top_k = {{"num_experts_per_tok", "experts_per_token"}, {}},
       .gate = gate,
       .experts = {.has_bias = true},
-      .activations = {{"silu", Activation::kGptOssGlu}},
+      .activations = {{"silu", Activation::kClampedSwishGlu}},
       .activation_alpha = {{"swiglu_alpha"}, 1.702},
       .activation_limit = {{"swiglu_limit"}, 7.0},
       .router_weight = {"router.weight"},

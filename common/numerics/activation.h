@@ -6,12 +6,11 @@
 // the first one is not less or greater:
 //
 //   kSiluGlu         (g / (1 + Exp(-g))) * u
-//   kGptOssGlu       c = min(g, L), v = min(max(u, -L), L): (c / (1 + Exp(-(a * c)))) * (v + 1)
-//   kClampedSiluGlu  c and v as above: (c / (1 + Exp(-c))) * v
-//   kSiluClampedGlu  v as above: min(g / (1 + Exp(-g)), L) * v
-//   kGeluTanhGlu     z = 0.79788456 * fma(0.044715, (g * g) * g, g): (g / 2 * (1 + Tanh(z))) * u
-//   kGeluErfGlu      (g / 2 * (1 + Erf(g * 0.70710678))) * u
-//   kRelu2           r = max(g, 0): r * r
+//   kClampedSwishGlu       c = min(g, L), v = min(max(u, -L), L): (c / (1 + Exp(-(a * c)))) * (v +
+//   1) kClampedSiluGlu  c and v as above: (c / (1 + Exp(-c))) * v kSiluClampedGlu  v as above:
+//   min(g / (1 + Exp(-g)), L) * v kGeluTanhGlu     z = 0.79788456 * fma(0.044715, (g * g) * g, g):
+//   (g / 2 * (1 + Tanh(z))) * u kGeluErfGlu      (g / 2 * (1 + Erf(g * 0.70710678))) * u kRelu2 r =
+//   max(g, 0): r * r
 //
 // All are +0 for g = u = +0, which is what padded columns of a GEMM give.
 #pragma once
@@ -42,7 +41,7 @@ constexpr bool IsGated(Activation kind) { return kind != Activation::kRelu2; }
 
 // Whether it has a limit.
 constexpr bool HasLimit(Activation kind) {
-  return kind == Activation::kGptOssGlu || kind == Activation::kClampedSiluGlu ||
+  return kind == Activation::kClampedSwishGlu || kind == Activation::kClampedSiluGlu ||
          kind == Activation::kSiluClampedGlu;
 }
 
@@ -55,7 +54,7 @@ inline float Activate(const ActivationFunction& function, float g, float u) {
   switch (function.kind) {
     case Activation::kSiluGlu:
       return Silu(g) * u;
-    case Activation::kGptOssGlu: {
+    case Activation::kClampedSwishGlu: {
       const float c = MinOf(g, limit);
       return c / (1.0f + Exp(-(function.alpha * c))) * (MinOf(MaxOf(u, -limit), limit) + 1.0f);
     }

@@ -26,10 +26,10 @@ absl::Status CheckMemory(const LoadProgress& load) {
                    ") of memory are available; use more servers or machines"));
 }
 
-int64_t BytesOfExpert(const Checkpoint& checkpoint, int32_t layer, int32_t expert) {
+int64_t BytesHeld(const Checkpoint& checkpoint, int32_t layer, int32_t expert) {
   const LayerDescription& description = *checkpoint.model().Find(layer);
   return expert < description.router.num_experts ? checkpoint.ExpertBytes(layer)
-                                                 : StoredBytes(description.shared.experts);
+                                                 : BytesOfExpert(description.shared.experts);
 }
 
 }  // namespace
@@ -50,7 +50,7 @@ absl::StatusOr<ExpertStore::Held> ExpertStore::ShardOf(const ModelDescription& m
 int64_t ExpertStore::BytesOf(const Checkpoint& checkpoint, const Held& held) {
   int64_t bytes = 0;
   for (const auto& [layer, experts] : held) {
-    for (const int32_t expert : experts) bytes += BytesOfExpert(checkpoint, layer, expert);
+    for (const int32_t expert : experts) bytes += BytesHeld(checkpoint, layer, expert);
   }
   return bytes;
 }
@@ -87,7 +87,7 @@ absl::StatusOr<ExpertStore::Layer> ExpertStore::LoadLayer(
       layer.routed->SetWeights(local, std::move(weights));
     }
     ++local;
-    loaded(BytesOfExpert(checkpoint, description.layer, expert));
+    loaded(BytesHeld(checkpoint, description.layer, expert));
   }
   if (layer.routed != nullptr) RETURN_IF_ERROR(layer.routed->Prepare());
   if (layer.shared != nullptr) RETURN_IF_ERROR(layer.shared->Prepare());

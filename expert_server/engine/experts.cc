@@ -54,8 +54,6 @@ int64_t GateUpRows(const ExpertDescriptor& descriptor) {
   return (descriptor.gated ? 2 : 1) * descriptor.intermediate_size;
 }
 
-int64_t StoredBytes(const ExpertDescriptor& descriptor) { return BytesOfExpert(descriptor); }
-
 absl::Status CheckComputed(const ExpertDescriptor& descriptor) {
   const bool odd = descriptor.hidden_size % 2 == 1 || descriptor.intermediate_size % 2 == 1;
   if (descriptor.weight_format == WeightFormat::kMxfp4 && odd) {

@@ -143,10 +143,10 @@ Batcher::Steps Batcher::NextSteps(absl::Time now) {
   std::erase_if(rounds_, [&](const std::shared_ptr<Round>& round) ABSL_EXCLUSIVE_LOCKS_REQUIRED(
                              mutex_) { return Review(round, &steps); });
   if (rounds_.empty()) last_reply_.clear();
-  young_rounds_ = static_cast<int>(
-      std::count_if(rounds_.begin(), rounds_.end(),
-                    [this](const std::shared_ptr<Round>& round)
-                        ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return WaitsForTrusted(*round); }));
+  young_rounds_ = static_cast<int>(std::count_if(
+      rounds_.begin(), rounds_.end(),
+      [this](const std::shared_ptr<Round>& round)
+          ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return WaitsFor(/*suspect=*/false, *round); }));
   const size_t left = std::erase_if(queue_, [](const auto& call) {
     if (call->answered() && call->rounds == 0) FreeRows(*call);
     return call->answered();
@@ -222,17 +222,10 @@ void Batcher::FindSuspects(absl::Time now) {
   }
 }
 
-bool Batcher::WaitsForTrusted(const Round& round) const {
+bool Batcher::WaitsFor(bool suspect, const Round& round) const {
   return std::any_of(round.slices.begin(), round.slices.end(),
-                     [this](const Round::Slice& slice) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-                       return !slice.over && !suspects_.contains(slice.backend.get());
-                     });
-}
-
-bool Batcher::WaitsForSuspect(const Round& round) const {
-  return std::any_of(round.slices.begin(), round.slices.end(),
-                     [this](const Round::Slice& slice) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-                       return !slice.over && suspects_.contains(slice.backend.get());
+                     [&](const Round::Slice& slice) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+                       return !slice.over && suspects_.contains(slice.backend.get()) == suspect;
                      });
 }
 
@@ -272,10 +265,10 @@ std::shared_ptr<Round> Batcher::TakeRound(absl::Time now) {
     return nullptr;
   }
   const std::vector<bool> need_suspect = NeedSuspect();
-  const bool suspect_busy =
-      std::any_of(rounds_.begin(), rounds_.end(),
-                  [this](const std::shared_ptr<Round>& round)
-                      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return WaitsForSuspect(*round); });
+  const bool suspect_busy = std::any_of(
+      rounds_.begin(), rounds_.end(),
+      [this](const std::shared_ptr<Round>& round)
+          ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return WaitsFor(/*suspect=*/true, *round); });
   // Calls with many rounds in flight have to wait for these.
   const auto may_go = [&](size_t i) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     return queue_[i]->rounds < options_.overlapping_rounds && !(need_suspect[i] && suspect_busy);
@@ -444,7 +437,8 @@ void Batcher::OnReply(Round& round, size_t s, absl::StatusOr<Tensor> rows) {
         counters_->servers_ns += absl::ToInt64Nanoseconds(absl::Now() - round.sent);
       }
       for (const size_t p : slice.parts) advance |= --round.parts[p].missing == 0;
-      advance |= !queue_.empty() && !WaitsForTrusted(round);  // perhaps the next can start
+      advance |=
+          !queue_.empty() && !WaitsFor(/*suspect=*/false, round);  // perhaps the next can start
     } else {
       slice.failure = rows.status();
       advance = true;

@@ -113,9 +113,8 @@ class Batcher : public std::enable_shared_from_this<Batcher> {
   bool Review(const std::shared_ptr<Round>& round, Steps* steps)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void FindSuspects(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // A reply of a server that is no suspect is missing, or one of a suspect.
-  bool WaitsForTrusted(const Round& round) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  bool WaitsForSuspect(const Round& round) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // A reply is missing of a server that is a suspect, or of one that is none.
+  bool WaitsFor(bool suspect, const Round& round) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Of the calls in the queue: whether what is left of each needs a suspect.
   std::vector<bool> NeedSuspect() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The next round if it is time for one; else null.

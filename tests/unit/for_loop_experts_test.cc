@@ -196,7 +196,7 @@ TEST(CheckComputed, RefusesWhatIsNoExpert) {
     EXPECT_EQ(CheckComputed(descriptor).code(), absl::StatusCode::kInvalidArgument);
     descriptor.gated = !descriptor.gated;
     descriptor.activation_limit = 0.0f;
-    const bool limited = activation == Activation::kGptOssGlu ||
+    const bool limited = activation == Activation::kClampedSwishGlu ||
                          activation == Activation::kClampedSiluGlu ||
                          activation == Activation::kSiluClampedGlu;
     EXPECT_EQ(CheckComputed(descriptor).ok(), !limited);

@@ -448,7 +448,7 @@ TEST_P(KernelTest, ActivationsAreTheScalarOnes) {
   for (size_t i = 0; i < ups.size(); ++i)
     ups[i] = i % 3 == 0 ? 1.0f : 3.7f * static_cast<float>(i % 5) - 8;
   for (const ActivationFunction& function : {ActivationFunction{Activation::kSiluGlu},
-                                             {Activation::kGptOssGlu, 1.702f, 7.0f},
+                                             {Activation::kClampedSwishGlu, 1.702f, 7.0f},
                                              {Activation::kClampedSiluGlu, 1.0f, 7.0f},
                                              {Activation::kSiluClampedGlu, 1.0f, 7.0f},
                                              {Activation::kGeluTanhGlu},

@@ -42,7 +42,7 @@ LayerDescription Routed() {
 // With `count` shared experts of another width, activation, dtype and with biases.
 LayerDescription WithShared(LayerDescription layer, int32_t count) {
   layer.shared.count = count;
-  layer.shared.experts = Expert(Activation::kGptOssGlu, true, DType::kF32, kHidden, 9);
+  layer.shared.experts = Expert(Activation::kClampedSwishGlu, true, DType::kF32, kHidden, 9);
   return layer;
 }
 

@@ -195,7 +195,7 @@ TEST(Activate, Goldens) {
       {1.5f, -0.5f}, {-2.0f, 3.0f}, {8.0f, 9.0f}, {12.0f, -11.0f}};
   const std::vector<std::pair<ActivationFunction, std::vector<double>>> cases = {
       {{Activation::kSiluGlu}, {-0.613180857, -0.715217532, 71.975854791, -131.999188969}},
-      {{Activation::kGptOssGlu, 1.702f, 7.0f},
+      {{Activation::kClampedSwishGlu, 1.702f, 7.0f},
        {0.695831099, -0.257365507, 55.999625026, -41.999718770}},
       {{Activation::kClampedSiluGlu, 1.0f, 10.0f},
        {-0.613180857, -0.715217532, 71.975854791, -99.995460213}},

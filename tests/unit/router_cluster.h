@@ -82,7 +82,7 @@ class MadeUpCheckpoint final : public Checkpoint {
   const ModelDescription& model() const override { return model_; }
   const std::string& fingerprint() const override { return model_.model_type; }
   int64_t ExpertBytes(int32_t layer) const override {
-    return StoredBytes(model_.Find(layer)->experts);
+    return BytesOfExpert(model_.Find(layer)->experts);
   }
   const std::vector<std::string>& skipped_tensors() const override { return skipped_; }
   const std::string& layout() const override { return model_.model_type; }
