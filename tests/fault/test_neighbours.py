@@ -121,7 +121,7 @@ def test_clients_that_vanish(processes, wide, tmp_path):
     with expertmesh.Client(address) as client:
         expected = bits(client.forward(0, x))
         files = open_files(router)
-        for phase in range(6):
+        for phase in range(10):
             server.signal(signal.SIGSTOP)  # so that the calls are under way for as long as it takes
             for _ in range(2):
                 doomed = [subprocess.Popen([str(word) for word in command]) for _ in range(2)]
@@ -140,7 +140,8 @@ def test_clients_that_vanish(processes, wide, tmp_path):
             assert bits(client.forward(0, x)) == expected
             if phase == 2:
                 memory = resident(router)
-    assert resident(router) - memory < 120 * MIB  # of 240 that came since then
+    # 560 MiB came since then; the allocator keeps more and more of what is free, up to a limit.
+    assert resident(router) - memory < 280 * MIB
     assert not (tmp_path / "y.safetensors").exists()
     assert router.stop() == 0 and server.stop() == 0
 
