@@ -299,7 +299,8 @@ absl::Status ValidateRouter(const RouterDescriptor& router) {
 absl::Status SelectExperts(const RouterDescriptor& router, absl::Span<const float> logits,
                            absl::Span<const float> selection_bias,
                            absl::Span<const float> per_expert_scale, absl::Span<int32_t> topk_ids,
-                           absl::Span<float> topk_weights, int64_t first_row) {
+                           absl::Span<float> topk_weights, int64_t first_row,
+                           const char* logits_name) {
   const size_t num_ids = static_cast<size_t>(NumIds(router));
   const size_t top_k = static_cast<size_t>(router.top_k);
   const size_t tokens = logits.size() / num_ids;
@@ -321,7 +322,7 @@ absl::Status SelectExperts(const RouterDescriptor& router, absl::Span<const floa
     const absl::Span<const float> row = logits.subspan(t * num_ids, num_ids);
     for (size_t e = 0; e < num_ids; ++e) {
       if (!std::isfinite(row[e])) {
-        return absl::InvalidArgumentError(absl::StrCat("router logits: row ",
+        return absl::InvalidArgumentError(absl::StrCat(logits_name, ": row ",
                                                        first_row + static_cast<int64_t>(t),
                                                        " is not finite at expert ", e));
       }
@@ -398,7 +399,8 @@ void Gate::ComputeLogits(const TensorView& hidden_states, int64_t rows, float* l
   }
 }
 
-absl::StatusOr<Routing> Gate::Route(const TensorView& hidden_states, int64_t first_row) const {
+absl::StatusOr<Routing> Gate::Route(const TensorView& hidden_states, int64_t first_row,
+                                    const char* logits_name) const {
   if (!IsActivationDType(hidden_states.dtype) || hidden_states.shape.size() != 2 ||
       hidden_states.shape[0] < 0 || hidden_states.shape[1] != hidden_size_) {
     return absl::InvalidArgumentError(
@@ -426,8 +428,8 @@ absl::StatusOr<Routing> Gate::Route(const TensorView& hidden_states, int64_t fir
   const size_t slots = static_cast<size_t>(good * router_.top_k);
   RETURN_IF_ERROR(SelectExperts(router_, logits, selection_bias_, per_expert_scale_,
                                 absl::MakeSpan(routing.topk_ids.as<int32_t>(), slots),
-                                absl::MakeSpan(routing.topk_weights.as<float>(), slots),
-                                first_row));
+                                absl::MakeSpan(routing.topk_weights.as<float>(), slots), first_row,
+                                logits_name));
   if (good < tokens) {
     return absl::InvalidArgumentError(absl::StrCat("hidden_states: row ", first_row + good,
                                                    " is not finite at column ",

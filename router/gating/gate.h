@@ -34,8 +34,8 @@ struct Routing {
 // logits: fp32 [T, N] row-major, T from its length; biases and per_expert_scale: fp32 [N] where the
 // descriptor has them, else empty. Writes topk_ids and topk_weights [T, K]; slots are ordered by
 // descending selection score, ties by the lower id. The descriptor has passed ValidateRouter.
-// INVALID_ARGUMENT if a length does not fit, or naming the first row whose logits are not finite;
-// nothing is promised about the outputs then.
+// INVALID_ARGUMENT if a length does not fit, or naming the logits (by logits_name) and the first
+// row where they are not finite; nothing is promised about the outputs then.
 //
 // The order of operations, per token: a softmax subtracts the maximum, sums in ascending id over
 // all ids (in slot order over the selected ones) and divides; a sigmoid is 1 / (1 + Exp(-z)); the
@@ -49,7 +49,8 @@ struct Routing {
 absl::Status SelectExperts(const RouterDescriptor& router, absl::Span<const float> logits,
                            absl::Span<const float> selection_bias,
                            absl::Span<const float> per_expert_scale, absl::Span<int32_t> topk_ids,
-                           absl::Span<float> topk_weights, int64_t first_row = 0);
+                           absl::Span<float> topk_weights, int64_t first_row = 0,
+                           const char* logits_name = "router logits");
 
 // Refuses descriptors that cannot be computed. INVALID_ARGUMENT: N < 1, K < 1 or K > N, N not
 // divisible by the groups, topk_groups outside [1, num_groups], K > topk_groups * N / num_groups,
@@ -69,14 +70,16 @@ class Gate {
                                      EngineKind kind = EngineKind::kGrouped, Isa isa = BestIsa());
 
   // hidden_states: F32, BF16 or F16 [T, D], normalised already where the descriptor has an
-  // input_norm (see RowNorm); first_row: what row 0 is called in error texts.
+  // input_norm (see RowNorm); first_row, logits_name: what row 0 and the logits are called in error
+  // texts.
   // INVALID_ARGUMENT naming the first row with a hidden state or a logit that is not finite, or a
   // shape or dtype that does not fit.
   //
   // A logit is one chain of fused multiply-adds from +0, over pairs of neighbouring k, the odd one
   // first, for BF16 and F16 weights (K padded with zeros to a multiple of 2), over ascending k for
   // F32 weights; then the logits bias is added.
-  absl::StatusOr<Routing> Route(const TensorView& hidden_states, int64_t first_row = 0) const;
+  absl::StatusOr<Routing> Route(const TensorView& hidden_states, int64_t first_row = 0,
+                                const char* logits_name = "router logits") const;
 
   // D of the hidden states.
   int64_t hidden_size() const { return hidden_size_; }

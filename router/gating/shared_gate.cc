@@ -34,7 +34,7 @@ absl::StatusOr<SharedGate> SharedGate::Create(Tensor weight, int32_t num_shared,
 }
 
 absl::StatusOr<Tensor> SharedGate::Weigh(const TensorView& hidden_states, int64_t first_row) const {
-  ASSIGN_OR_RETURN(Routing routing, logits_.Route(hidden_states, first_row));
+  ASSIGN_OR_RETURN(Routing routing, logits_.Route(hidden_states, first_row, "shared_gate logits"));
   Tensor& weights = routing.logits;
   const ScopedFlushDenormals flush;
   Sigmoids(weights.num_elements(), weights.as<float>());

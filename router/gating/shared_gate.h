@@ -21,7 +21,7 @@ class SharedGate {
                                            Isa isa = BestIsa());
 
   // F32 [T, S]: 1 / (1 + Exp(-z)) of the logits z, which are chains as the gate's. Errors of
-  // Gate::Route.
+  // Gate::Route, of "shared_gate logits".
   absl::StatusOr<Tensor> Weigh(const TensorView& hidden_states, int64_t first_row = 0) const;
 
  private:

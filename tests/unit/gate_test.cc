@@ -17,6 +17,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "nlohmann/json.hpp"
+#include "router/gating/shared_gate.h"
 #include "tests/random_tensor.h"
 
 namespace expertmesh {
@@ -377,6 +378,22 @@ TEST(Gate, LogitsThatOverflowNameTheFirstBadRow) {
   ASSERT_EQ(routing.status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(std::string(routing.status().message()),
             "router logits: row 1 is not finite at expert 1");
+}
+
+// Its logits are others than the router's.
+TEST(SharedGate, LogitsThatOverflowAreCalledItsOwn) {
+  for (const EngineKind kind : {EngineKind::kForLoop, EngineKind::kGrouped}) {
+    const auto gate = SharedGate::Create(MakeTensor(DType::kF32, {1, 2}, {3e38f, 3e38f}), 1, kind);
+    ASSERT_TRUE(gate.ok()) << gate.status();
+    const auto weights = gate->Weigh(MakeTensor(DType::kF32, {2, 2}, {0.0f, 0.0f, 9.0f, 9.0f}), 5);
+    EXPECT_EQ(weights.status().code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_EQ(std::string(weights.status().message()),
+              "shared_gate logits: row 6 is not finite at expert 0");
+    // A hidden state is nobody's.
+    EXPECT_EQ(
+        std::string(gate->Weigh(MakeTensor(DType::kF32, {1, 2}, {0.0f, kNan})).status().message()),
+        "hidden_states: row 0 is not finite at column 1");
+  }
 }
 
 TEST(SelectExperts, NonFiniteLogitsNameTheFirstRow) {
