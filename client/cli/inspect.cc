@@ -11,6 +11,7 @@
 #include "common/model/checkpoint.h"
 #include "common/status.h"
 #include "common/text.h"
+#include "expert_server/engine/cpu/grouped_experts.h"
 #include "expert_server/engine/expert_store.h"
 #include "nlohmann/json.hpp"
 
@@ -23,28 +24,55 @@ struct Options {
   bool json = false;
 };
 
-nlohmann::ordered_json Describe(const LayerDescription& layer, const Checkpoint& checkpoint) {
+// How scales are laid out: for programs, and in words.
+std::pair<const char*, const char*> LayoutOf(const ExpertDescriptor& experts) {
+  switch (experts.scale_layout) {
+    case ScaleLayout::kNone:
+      return {"none", "no scales"};
+    case ScaleLayout::kBlock128:
+      return {"block_128x128", "one for a block of 128 x 128"};
+    case ScaleLayout::kRow:
+      return {"channel", "one for an output channel"};
+    case ScaleLayout::kMatrix:
+      return {"tensor", "one for a matrix"};
+    case ScaleLayout::kMixed:
+      return {"channel_or_tensor", "one for an output channel or for a matrix"};
+    case ScaleLayout::kGroup32:
+      return {"group_32", "one for 32 weights of a row"};
+  }
+  return {"", ""};
+}
+
+// U8 scales are exponents.
+std::string ScaleDTypeOf(const ExpertDescriptor& experts) {
+  return NameOf(experts.scale_dtype == DType::kU8 ? DType::kF8_E8M0 : experts.scale_dtype);
+}
+
+// What is said of routed experts and of shared ones alike.
+void Describe(const ExpertDescriptor& experts, nlohmann::ordered_json* out) {
+  (*out)["intermediate_size"] = experts.intermediate_size;
+  (*out)["weight_dtype"] = NameOf(experts.weight_dtype);
+  (*out)["weight_format"] = NameOf(experts.weight_format);
+  if (experts.scale_layout != ScaleLayout::kNone) {
+    (*out)["scale_dtype"] = ScaleDTypeOf(experts);
+    (*out)["scale_layout"] = LayoutOf(experts).first;
+  }
+  (*out)["format"] = "native";
+  (*out)["expert_bytes"] = BytesOfGroupedExpert(experts);
+}
+
+nlohmann::ordered_json Describe(const LayerDescription& layer) {
   const bool moe = layer.kind == LayerKind::kMoe;
   nlohmann::ordered_json out = {{"layer", layer.layer},
                                 {"kind", moe ? "moe" : "dense"},
                                 {"hidden_size", layer.experts.hidden_size},
                                 {"num_experts", layer.router.num_experts},
                                 {"top_k", layer.router.top_k}};
-  if (moe) {
-    out["intermediate_size"] = layer.experts.intermediate_size;
-    out["weight_dtype"] = NameOf(layer.experts.weight_dtype);
-    out["weight_format"] = NameOf(layer.experts.weight_format);
-    out["format"] = "native";
-    out["expert_bytes"] = checkpoint.ExpertBytes(layer.layer);
-  }
+  if (moe) Describe(layer.experts, &out);
   if (layer.router.identity_experts > 0) out["identity_experts"] = layer.router.identity_experts;
   if (layer.shared.count > 0) {  // of a dense layer, its MLP
-    out["shared_experts"] = {{"count", layer.shared.count},
-                             {"intermediate_size", layer.shared.experts.intermediate_size},
-                             {"weight_dtype", NameOf(layer.shared.experts.weight_dtype)},
-                             {"weight_format", NameOf(layer.shared.experts.weight_format)},
-                             {"format", "native"},
-                             {"expert_bytes", BytesOfExpert(layer.shared.experts)}};
+    out["shared_experts"] = {{"count", layer.shared.count}};
+    Describe(layer.shared.experts, &out["shared_experts"]);
   }
   return out;
 }
@@ -59,7 +87,7 @@ nlohmann::ordered_json Describe(const Checkpoint& checkpoint,
   out["num_hidden_layers"] = model.num_hidden_layers;
   out["layers"] = nlohmann::ordered_json::array();
   for (const LayerDescription& layer : model.layers) {
-    out["layers"].push_back(Describe(layer, checkpoint));
+    out["layers"].push_back(Describe(layer));
   }
   out["servers"] = nlohmann::ordered_json::array();
   for (const ExpertStore::Held& held : shards) {
@@ -72,32 +100,32 @@ nlohmann::ordered_json Describe(const Checkpoint& checkpoint,
   return out;
 }
 
-// What the weights are stored as.
+// What the weights are stored as, and what one expert takes in memory.
 std::string Stored(const ExpertDescriptor& experts) {
-  return experts.weight_format == WeightFormat::kPlain
-             ? NameOf(experts.weight_dtype)
-             : absl::StrCat(NameOf(experts.weight_dtype), " (", NameOf(experts.weight_format), ")");
+  std::string text = NameOf(experts.weight_dtype);
+  if (experts.scale_layout != ScaleLayout::kNone) {
+    absl::StrAppend(&text, " (", ScaleDTypeOf(experts), " scales, ", LayoutOf(experts).second, ")");
+  }
+  return absl::StrCat(text, ", ", HumanBytes(BytesOfGroupedExpert(experts)));
 }
 
 // A layer in words.
-std::string InWords(const LayerDescription& layer, const Checkpoint& checkpoint) {
+std::string InWords(const LayerDescription& layer) {
   std::string text = absl::StrCat("hidden_size ", layer.experts.hidden_size);
   const ExpertDescriptor& shared = layer.shared.experts;
   if (layer.kind == LayerKind::kDense) {
     return absl::StrCat(text, ", dense, intermediate_size ", shared.intermediate_size, ", ",
-                        Stored(shared), ", ", HumanBytes(BytesOfExpert(shared)));
+                        Stored(shared));
   }
   absl::StrAppend(&text, ", intermediate_size ", layer.experts.intermediate_size, ", ",
                   layer.router.num_experts, " experts, top-", layer.router.top_k, ", ",
-                  Stored(layer.experts), ", ", HumanBytes(checkpoint.ExpertBytes(layer.layer)),
-                  " an expert");
+                  Stored(layer.experts), " an expert");
   if (layer.router.identity_experts > 0) {
     absl::StrAppend(&text, ", ", layer.router.identity_experts, " that return their input");
   }
   if (layer.shared.count > 0) {
     absl::StrAppend(&text, "; ", layer.shared.count, " shared of intermediate_size ",
-                    shared.intermediate_size, ", ", Stored(shared), ", ",
-                    HumanBytes(BytesOfExpert(shared)));
+                    shared.intermediate_size, ", ", Stored(shared));
   }
   return text;
 }
@@ -120,7 +148,7 @@ void Print(const Checkpoint& checkpoint, const std::vector<ExpertStore::Held>& s
   std::vector<std::pair<std::string, std::vector<int32_t>>> alike;
   bool everywhere = false;  // some experts are on every server
   for (const LayerDescription& layer : model.layers) {
-    const std::string text = InWords(layer, checkpoint);
+    const std::string text = InWords(layer);
     auto line = std::find_if(alike.begin(), alike.end(),
                              [&](const auto& candidate) { return candidate.first == text; });
     if (line == alike.end()) line = alike.insert(line, {text, {}});

@@ -30,6 +30,8 @@ class PackedBias {
     }
   }
 
+  // Of all vectors, padding included.
+  int64_t bytes() const { return static_cast<int64_t>(values_.size() * sizeof(float)); }
   // Of the 64 columns of a block.
   const float* Block(int64_t index, int64_t block) const {
     return values_.data() + (index * blocks_ + block) * kBlockColumns;

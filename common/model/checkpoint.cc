@@ -82,6 +82,16 @@ struct LayerTensors {
   std::vector<Matrix> shared;  // a dense layer's MLP among them
 };
 
+// How a matrix is stored.
+struct StoredAs {
+  DType dtype = DType::kBF16;
+  WeightFormat format = WeightFormat::kPlain;
+  ScaleLayout scale_layout = ScaleLayout::kNone;
+  DType scale_dtype = DType::kF32;
+
+  std::string InWords() const { return absl::StrCat(NameOf(dtype), " (", NameOf(format), ")"); }
+};
+
 // Copies a matrix as the file has it to its rows of `destination`.
 template <typename T>
 void Arrange(const Matrix& matrix, const T* source, T* destination) {
@@ -130,6 +140,10 @@ class FolderCheckpoint final : public Checkpoint {
   absl::Status RefuseUnknown(const Family& family, const LayerDescription& layer,
                              const LayerTensors& tensors) const;
 
+  // Where a layer's experts are missing: the first tensor that may have been meant, for the error
+  // text.
+  std::string Others(const Family& family, int32_t layer) const;
+
   bool Has(const std::string& name) const { return shards_.tensors.count(name) != 0; }
   // Where the matrix of that name is, which may be quantised.
   absl::StatusOr<StoredMatrix> Find(const std::string& name) const;
@@ -142,8 +156,8 @@ class FolderCheckpoint final : public Checkpoint {
   absl::StatusOr<DType> Use(const std::string& name, const std::vector<int64_t>& shape) {
     return UseOf(name, {shape}, IsActivationDType, "F32, BF16 and F16");
   }
-  // The same for all tensors of an expert's matrix; sets the dtype and the format of its weights.
-  absl::Status UseMatrix(const Matrix& matrix, int32_t expert, DType* dtype, WeightFormat* format);
+  // The same for all tensors of an expert's matrix; how they are stored.
+  absl::StatusOr<StoredAs> UseMatrix(const Matrix& matrix, int32_t expert);
   // The same for one of the names a tensor may have.
   absl::StatusOr<std::string> UseOne(const std::string& block,
                                      const std::vector<std::string>& names,
@@ -244,7 +258,7 @@ absl::Status FolderCheckpoint::ResolveLayer(const Family& family, LayerDescripti
         return absl::InvalidArgumentError(absl::StrCat(
             "layer ", layer->layer, " has no experts: none of ",
             FirstNames(family.layouts, block, layer->experts, layer->router.num_experts),
-            " is there"));
+            " is there", Others(family, layer->layer)));
       }
       if (layout_.empty()) layout_ = layout->name;
       if (layout_ != layout->name) {
@@ -261,6 +275,16 @@ absl::Status FolderCheckpoint::ResolveLayer(const Family& family, LayerDescripti
   return absl::InvalidArgumentError(absl::StrCat(
       "layer ", layer->layer,
       " is a MoE layer by config.json, but no gate is there: ", absl::StrJoin(looked_for, " or ")));
+}
+
+std::string FolderCheckpoint::Others(const Family& family, int32_t layer) const {
+  for (const std::string& prefix : PartPrefixes(family, layer)) {
+    for (auto entry = shards_.tensors.lower_bound(prefix);
+         entry != shards_.tensors.end() && absl::StartsWith(entry->first, prefix); ++entry) {
+      if (used_.count(entry->first) == 0) return absl::StrCat(", but '", entry->first, "' is");
+    }
+  }
+  return "";
 }
 
 absl::Status FolderCheckpoint::ResolveGate(const Family& family, const LayerDescription& layer,
@@ -339,7 +363,7 @@ absl::StatusOr<const ExpertLayout*> FolderCheckpoint::ResolveExperts(
     });
     if (!here) continue;
 
-    std::optional<std::pair<DType, WeightFormat>> common;
+    std::optional<StoredAs> common;
     for (int32_t expert = 0; expert < std::max(num_experts, 1); ++expert) {
       for (Matrix& matrix : *matrices) {
         if (matrix.stacked > 0 && expert > 0) continue;
@@ -354,19 +378,22 @@ absl::StatusOr<const ExpertLayout*> FolderCheckpoint::ResolveExperts(
           RETURN_IF_ERROR(Use(name, matrix.FileShape(matrix.stacked)).status());
           continue;
         }
-        std::pair<DType, WeightFormat> type;
-        RETURN_IF_ERROR(UseMatrix(matrix, expert, &type.first, &type.second));
-        if (common && *common != type) {
+        ASSIGN_OR_RETURN(const StoredAs stored, UseMatrix(matrix, expert));
+        if (!common) common = stored;
+        if (stored.dtype != common->dtype || stored.format != common->format) {
           return absl::InvalidArgumentError(
-              absl::StrCat("tensor '", name, "' is ", NameOf(type.first), " (", NameOf(type.second),
-                           "), expected ", NameOf(common->first), " (", NameOf(common->second),
-                           ") like the layer's other experts"));
+              absl::StrCat("tensor '", name, "' is ", stored.InWords(), ", expected ",
+                           common->InWords(), " like the layer's other experts"));
         }
-        common = type;
+        if (stored.scale_layout != common->scale_layout) {
+          common->scale_layout = ScaleLayout::kMixed;
+        }
       }
     }
-    experts->weight_dtype = common->first;
-    experts->weight_format = common->second;
+    experts->weight_dtype = common->dtype;
+    experts->weight_format = common->format;
+    experts->scale_layout = common->scale_layout;
+    experts->scale_dtype = common->scale_dtype;
     return &layout;
   }
   return nullptr;
@@ -434,7 +461,7 @@ absl::Status FolderCheckpoint::RefuseUnknown(const Family& family, const LayerDe
       if (used_.count(name) != 0) continue;
       if (!quantization_.none() && IsUnusedByQuantization(name)) continue;
       const int32_t expert = ExpertOfName(tensors.routed, name);
-      if (expert >= router.num_experts + router.identity_experts) {
+      if (expert >= int64_t{router.num_experts} + router.identity_experts) {
         return absl::InvalidArgumentError(absl::StrCat("tensor '", name, "' is of expert ", expert,
                                                        ", but config.json says ",
                                                        router.num_experts, " experts"));
@@ -487,6 +514,11 @@ absl::StatusOr<DType> FolderCheckpoint::UseOf(const std::string& name,
         absl::StrCat("tensor '", name, "' is missing, expected with shape ", expected()));
   }
   const TensorLocation& location = found->second;
+  if (!is_supported(location.info->dtype)) {  // first: packed values have other shapes, too
+    return absl::UnimplementedError(absl::StrCat(location.file->path(), ": tensor '", name, "' is ",
+                                                 NameOf(location.info->dtype), ", supported are ",
+                                                 supported));
+  }
   const std::vector<int64_t>& given = location.info->shape;
   // A vector may be stored as one row.
   const bool fits = std::any_of(shapes.begin(), shapes.end(), [&](const auto& shape) {
@@ -497,56 +529,53 @@ absl::StatusOr<DType> FolderCheckpoint::UseOf(const std::string& name,
                                                    "' has shape ", ShapeToString(given),
                                                    ", by config.json expected ", expected()));
   }
-  if (!is_supported(location.info->dtype)) {
-    return absl::UnimplementedError(absl::StrCat(location.file->path(), ": tensor '", name, "' is ",
-                                                 NameOf(location.info->dtype), ", supported are ",
-                                                 supported));
-  }
   used_.insert(name);
   return location.info->dtype;
 }
 
-absl::Status FolderCheckpoint::UseMatrix(const Matrix& matrix, int32_t expert, DType* dtype,
-                                         WeightFormat* format) {
+absl::StatusOr<StoredAs> FolderCheckpoint::UseMatrix(const Matrix& matrix, int32_t expert) {
   ASSIGN_OR_RETURN(const StoredMatrix stored, Find(matrix.NameOfExpert(expert)));
-  *format = stored.format;
-  const std::vector<int64_t> shape = matrix.FileShape(matrix.stacked);
+  std::vector<int64_t> shape = matrix.FileShape(matrix.stacked);
+  StoredAs result;
+  result.format = stored.format;
   if (stored.format == WeightFormat::kPlain) {
-    ASSIGN_OR_RETURN(*dtype, Use(stored.values, shape));
-    return absl::OkStatus();
+    ASSIGN_OR_RETURN(result.dtype, Use(stored.values, shape));
+    return result;
   }
   if (matrix.stacked > 0 && matrix.joined) {
     return absl::UnimplementedError(absl::StrCat(
-        "tensor '", stored.values, "': quantised weights of this layout are not read"));
+        "tensor '", stored.values, "' is quantised (", NameOf(stored.format),
+        "): all experts are rows of this one matrix, and where the scales of one of them begin is "
+        "not defined; expected F32, BF16 or F16"));
   }
   std::vector<int64_t> leading;
   if (matrix.stacked > 0) leading.push_back(matrix.stacked);
-  if (stored.format == WeightFormat::kMxfp4) {
-    *dtype = DType::kF4;
+  const bool mxfp4 = stored.format == WeightFormat::kMxfp4;
+  if (mxfp4) {
     if (matrix.cols % kMxBlockK != 0) {
       return absl::InvalidArgumentError(
           absl::StrCat("tensor '", stored.values, "': expected a multiple of ", kMxBlockK,
                        " weights in a row, by config.json there are ", matrix.cols));
     }
-    std::vector<int64_t> blocks = leading;
-    blocks.insert(blocks.end(), {matrix.rows, matrix.cols / kMxBlockK, kMxBlockK / 2});
-    RETURN_IF_ERROR(UseOf(
-                        stored.values, {blocks}, [](DType d) { return d == DType::kU8; }, "U8")
-                        .status());
-  } else {
-    *dtype = DType::kF8_E4M3;
-    RETURN_IF_ERROR(
-        UseOf(
-            stored.values, {shape}, [](DType d) { return d == DType::kF8_E4M3; }, "F8_E4M3")
-            .status());
+    shape = leading;
+    shape.insert(shape.end(), {matrix.rows, matrix.cols / kMxBlockK, kMxBlockK / 2});
   }
-  return UseOf(
-             stored.scales,
-             ScaleShapes(stored.format, matrix.rows, matrix.cols, matrix.transposed, leading),
-             [&stored](DType d) { return IsScaleDType(stored.format, d); },
-             stored.format == WeightFormat::kMxfp4 ? "U8 and F8_E8M0"
-                                                   : "F32, BF16, F16 and F8_E8M0")
-      .status();
+  result.dtype = mxfp4 ? DType::kF4 : DType::kF8_E4M3;
+  const DType storage = StorageDType(result.dtype);
+  RETURN_IF_ERROR(
+      UseOf(
+          stored.values, {shape}, [storage](DType d) { return d == storage; }, NameOf(storage))
+          .status());
+  ASSIGN_OR_RETURN(
+      result.scale_dtype,
+      UseOf(
+          stored.scales,
+          ScaleShapes(stored.format, matrix.rows, matrix.cols, matrix.transposed, leading),
+          [&stored](DType d) { return IsScaleDType(stored.format, d); },
+          mxfp4 ? "U8 and F8_E8M0" : "F32, BF16, F16 and F8_E8M0"));
+  result.scale_layout = LayoutOfScales(stored.format, shards_.tensors.at(stored.scales).info->shape,
+                                       std::max<int64_t>(1, matrix.stacked));
+  return result;
 }
 
 int64_t FolderCheckpoint::ExpertBytes(int32_t layer) const {
@@ -645,9 +674,9 @@ absl::Status FolderCheckpoint::ReadScales(const Matrix& matrix, int32_t expert,
                                       source.data()));
   if (const int64_t bad = FindBadScale(stored.format, source); bad >= 0) {
     const bool mxfp4 = stored.format == WeightFormat::kMxfp4;
-    const uint8_t code = source.as<uint8_t>()[bad];
-    const std::string value = mxfp4 || dtype == DType::kF8_E8M0
-                                  ? absl::StrCat("the exponent ", int{code})
+    const bool exponents = mxfp4 || dtype == DType::kF8_E8M0;
+    const std::string value = exponents
+                                  ? absl::StrCat("the exponent ", int{source.as<uint8_t>()[bad]})
                                   : absl::StrCat(LoadFloat(dtype, source.data(), bad));
     return BadElement(stored.scales, first + bad, value,
                       mxfp4 ? absl::StrCat("exponents of at most ", int{kMaxMxfp4Scale})

@@ -59,7 +59,7 @@ class Checkpoint {
   // SHA-256 (hex) of the configuration, of every tensor's name, dtype, shape and a sample of its
   // bytes, and of the number format of every layer.
   virtual const std::string& fingerprint() const = 0;
-  // Bytes of one routed expert of that layer as stored (0 for a dense layer); layer is one of
+  // BytesOfExpert of a routed expert of that layer (0 for a dense layer), which is one of
   // model().layers.
   virtual int64_t ExpertBytes(int32_t layer) const = 0;
   // Names of tensors that no served layer uses (attention, norms, embeddings, ...), sorted.

@@ -93,6 +93,16 @@ enum class Activation {
   kRelu2,            // max(g, 0)^2, no up projection
 };
 
+// How the files store the scales of quantised matrices. In memory they are as WeightFormat says.
+enum class ScaleLayout {
+  kNone,
+  kBlock128,  // one for 128 x 128 weights
+  kRow,       // one for an output channel
+  kMatrix,    // one for a matrix
+  kMixed,     // some matrices have one, others one for a row
+  kGroup32,   // one for 32 weights of a row
+};
+
 // One expert: y = down(activation(gate(x), up(x))), with biases where the family has them.
 struct ExpertDescriptor {
   int64_t hidden_size = 0;        // D
@@ -104,10 +114,12 @@ struct ExpertDescriptor {
   bool has_bias = false;              // biases of all projections
   DType weight_dtype = DType::kBF16;  // as stored: F32, BF16, F16, F8_E4M3 or F4
   WeightFormat weight_format = WeightFormat::kPlain;
+  ScaleLayout scale_layout = ScaleLayout::kNone;
+  DType scale_dtype = DType::kF32;  // as stored, of the layer's first matrix
 };
 
-// Bytes of one expert's weights as stored, scales repeated for every row; its biases are F32 in
-// memory.
+// Bytes of one expert's weights as Checkpoint::ReadExpert gives them: scales repeated for every
+// row, biases in F32.
 inline int64_t BytesOfExpert(const ExpertDescriptor& expert) {
   const int64_t rows = (expert.gated ? 2 : 1) * expert.intermediate_size;
   const auto matrix = [&expert](int64_t n, int64_t k) {

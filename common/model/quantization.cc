@@ -173,7 +173,8 @@ absl::StatusOr<Quantization> ReadQuantizationConfig(const json& object) {
 absl::StatusOr<Quantization> ReadHfQuantConfig(const json& file) {
   const json* const object = file.is_object() ? Look(file, "quantization") : nullptr;
   if (object == nullptr || !object->is_object()) {
-    return absl::InvalidArgumentError("expected an object quantization");
+    return absl::InvalidArgumentError(absl::StrCat("quantization: expected an object, given ",
+                                                   object == nullptr ? "nothing" : object->dump()));
   }
   RETURN_IF_ERROR(CheckModuleLists(*object));
   if (Look(*object, "quant_algo") == nullptr) return Quantization{};  // caches alone may be
@@ -241,6 +242,21 @@ std::vector<std::vector<int64_t>> ScaleShapes(WeightFormat format, int64_t n, in
     shape.insert(shape.begin(), leading.begin(), leading.end());
   }
   return endings;
+}
+
+ScaleLayout LayoutOfScales(WeightFormat format, const std::vector<int64_t>& shape,
+                           int64_t experts) {
+  switch (format) {
+    case WeightFormat::kFp8Block128:
+      return ScaleLayout::kBlock128;
+    case WeightFormat::kFp8Row:
+      return NumElements(shape) == experts ? ScaleLayout::kMatrix : ScaleLayout::kRow;
+    case WeightFormat::kMxfp4:
+      return ScaleLayout::kGroup32;
+    case WeightFormat::kPlain:
+      break;
+  }
+  return ScaleLayout::kNone;
 }
 
 bool IsScaleDType(WeightFormat format, DType dtype) {

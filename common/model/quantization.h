@@ -10,6 +10,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "common/model/description.h"
 #include "common/tensor.h"
 #include "common/weight_format.h"
 #include "nlohmann/json_fwd.hpp"
@@ -61,6 +62,9 @@ bool IsUnusedByQuantization(const std::string& name);
 // `transposed`; `leading` extents come first.
 std::vector<std::vector<int64_t>> ScaleShapes(WeightFormat format, int64_t n, int64_t k,
                                               bool transposed, const std::vector<int64_t>& leading);
+
+// How the scales of one of `experts` matrices are laid out that are stored together in that shape.
+ScaleLayout LayoutOfScales(WeightFormat format, const std::vector<int64_t>& shape, int64_t experts);
 
 // True for the dtypes that scales are stored in: U8 or F8_E8M0 for kMxfp4, else F32, BF16, F16 or
 // F8_E8M0.

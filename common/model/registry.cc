@@ -18,6 +18,7 @@ using nlohmann::json;
 
 // Bounds that no model comes near, so that later arithmetic cannot overflow.
 constexpr int64_t kMaxExtent = int64_t{1} << 30;
+constexpr int64_t kMaxExperts = int64_t{1} << 20;
 constexpr int64_t kMaxLayers = 4096;
 
 // ---- The families
@@ -885,9 +886,11 @@ absl::Status Choose(const json& config, const Family& family, LayerDescription* 
 // Completes what family and choices say of the gate.
 absl::Status DescribeGate(const json& config, const Family& family, LayerIndex index,
                           int64_t hidden_size, RouterDescriptor* gate) {
-  ASSIGN_OR_RETURN(const int64_t num_experts, GetPositive(config, family.num_experts, index));
+  ASSIGN_OR_RETURN(const int64_t num_experts,
+                   GetInteger(config, family.num_experts, 1, index, kMaxExperts));
   ASSIGN_OR_RETURN(const int64_t top_k, GetPositive(config, family.top_k, index));
-  ASSIGN_OR_RETURN(const int64_t identity, GetInteger(config, family.identity_experts, 0));
+  ASSIGN_OR_RETURN(const int64_t identity,
+                   GetInteger(config, family.identity_experts, 0, {}, kMaxExperts));
   ASSIGN_OR_RETURN(const bool normalise, Get(config, family.normalise));
   ASSIGN_OR_RETURN(gate->scale, GetFloat(config, family.scale));
   ASSIGN_OR_RETURN(gate->routed_scale, GetFloat(config, family.routed_scale));
@@ -916,7 +919,8 @@ absl::Status DescribeGate(const json& config, const Family& family, LayerIndex i
   if (top_k > num_experts + identity) {
     return absl::InvalidArgumentError(
         absl::StrCat("K > E: ", absl::StrJoin(family.top_k.names, "/"), " is ", top_k, ", ",
-                     absl::StrJoin(family.num_experts.names, "/"), " is ", num_experts));
+                     absl::StrJoin(family.num_experts.names, "/"), " is ", num_experts,
+                     identity == 0 ? "" : absl::StrCat(", identity experts are ", identity)));
   }
   if (gate->score == ScoreFunction::kSparsemixer && top_k != 2) {
     return absl::UnimplementedError(absl::StrCat(absl::StrJoin(family.top_k.names, "/"),
@@ -932,21 +936,24 @@ absl::Status DescribeGate(const json& config, const Family& family, LayerIndex i
   ASSIGN_OR_RETURN(const int64_t topk_groups, GetPositive(config, family.topk_groups));
   const int64_t num_ids = num_experts + identity;
   if (num_ids % num_groups != 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(num_ids, " experts do not divide into ", num_groups, " groups"));
+    return absl::InvalidArgumentError(absl::StrCat(absl::StrJoin(family.num_groups.names, "/"),
+                                                   ": ", num_ids, " experts do not divide into ",
+                                                   num_groups, " groups"));
   }
   const int64_t group_size = num_ids / num_groups;
   if (topk_groups > num_groups || top_k > topk_groups * group_size) {
-    return absl::InvalidArgumentError(absl::StrCat("top ", top_k, " of the best ", topk_groups,
-                                                   " of ", num_groups, " groups of ", group_size,
-                                                   " experts: there are too few"));
+    return absl::InvalidArgumentError(absl::StrCat(
+        absl::StrJoin(family.top_k.names, "/"), " and ",
+        absl::StrJoin(family.topk_groups.names, "/"), ": top ", top_k, " of the best ", topk_groups,
+        " of ", num_groups, " groups of ", group_size, " experts: there are too few"));
   }
   gate->num_groups = static_cast<int32_t>(num_groups);
   gate->topk_groups = static_cast<int32_t>(topk_groups);
   if (num_groups == 1) gate->group_score = GroupScore::kNone;
   if (gate->group_score == GroupScore::kTop2Sum && group_size < 2) {
     return absl::InvalidArgumentError(
-        absl::StrCat(num_groups, " groups of one expert have no sum of their best two scores"));
+        absl::StrCat(absl::StrJoin(family.num_groups.names, "/"), ": ", num_groups,
+                     " groups of one expert have no sum of their best two scores"));
   }
   return absl::OkStatus();
 }
@@ -969,10 +976,11 @@ absl::Status DescribeActivation(const json& config, const Family& family,
   return absl::OkStatus();
 }
 
-// Refuses sizes whose bytes could not be counted in 63 bits.
-absl::Status CheckBytes(int64_t count, const ExpertDescriptor& experts) {
-  const int64_t bytes[] = {count, 3, experts.intermediate_size, experts.hidden_size, 4};
-  if (NumElements(bytes) >= 0) return absl::OkStatus();
+// Refuses sizes whose bits could not be counted in 63 bits.
+absl::Status CheckSize(int64_t count, const ExpertDescriptor& experts) {
+  const int64_t bits[] = {count, 3, experts.intermediate_size, experts.hidden_size,
+                          BitsOf(DType::kF32)};
+  if (NumElements(bits) >= 0) return absl::OkStatus();
   return absl::InvalidArgumentError(
       absl::StrCat(count, " experts of hidden size ", experts.hidden_size,
                    " and intermediate size ", experts.intermediate_size, " do not fit in 63 bits"));
@@ -998,7 +1006,7 @@ absl::StatusOr<LayerDescription> DescribeLayer(const json& config, const Family&
     layer.expert_input_norm = {};
     layer.shared = {.count = 1, .experts = layer.experts};
     layer.shared.experts.intermediate_size = dense == 0 ? width : dense;
-    RETURN_IF_ERROR(CheckBytes(1, layer.shared.experts));
+    RETURN_IF_ERROR(CheckSize(1, layer.shared.experts));
     return layer;
   }
 
@@ -1008,7 +1016,7 @@ absl::StatusOr<LayerDescription> DescribeLayer(const json& config, const Family&
                      GetMagnitude(config, family.input_norm_epsilon));
   }
   RETURN_IF_ERROR(DescribeGate(config, family, index, hidden_size, &layer.router));
-  RETURN_IF_ERROR(CheckBytes(layer.router.num_experts, layer.experts));
+  RETURN_IF_ERROR(CheckSize(layer.router.num_experts, layer.experts));
   ASSIGN_OR_RETURN(const int64_t shared_width,
                    GetInteger(config, family.shared_intermediate_size, 0, index));
   ASSIGN_OR_RETURN(const int64_t num_shared,
@@ -1025,7 +1033,7 @@ absl::StatusOr<LayerDescription> DescribeLayer(const json& config, const Family&
   }
   layer.shared.count = 1;  // joined in the files, and equal to what they would be one by one
   layer.shared.experts.intermediate_size = shared_width * num_shared;
-  RETURN_IF_ERROR(CheckBytes(1, layer.shared.experts));
+  RETURN_IF_ERROR(CheckSize(1, layer.shared.experts));
   return layer;
 }
 
@@ -1102,11 +1110,17 @@ absl::StatusOr<std::vector<KindOfLayer>> Kinds(const json& config, const Family&
   return kinds;
 }
 
-absl::Status DescribeQuantization(const json& config, Quantization* quantization) {
-  const json* const object = Look(config, "quantization_config");
-  if (object == nullptr) return absl::OkStatus();
-  ASSIGN_OR_RETURN(*quantization, ReadQuantizationConfig(*object));
-  return absl::OkStatus();
+// What the configuration, or its section for the language model, says of quantisation.
+absl::StatusOr<Quantization> DescribeQuantization(const json& config, const json& section) {
+  const json* const outer = Look(config, "quantization_config");
+  const json* const inner = Look(section, "quantization_config");
+  if (outer != nullptr && inner != nullptr && *outer != *inner) {
+    return absl::InvalidArgumentError(
+        "quantization_config: the configuration and its section for the language model contradict "
+        "each other");
+  }
+  const json* const object = inner != nullptr ? inner : outer;
+  return object == nullptr ? Quantization{} : ReadQuantizationConfig(*object);
 }
 
 }  // namespace
@@ -1147,7 +1161,6 @@ absl::StatusOr<DescribedModel> DescribeModel(const json& config,
         absl::StrCat("model_type: '", family->model_type, "' is not supported: ", family->refused));
   }
   DescribedModel model;
-  RETURN_IF_ERROR(DescribeQuantization(config, &model.quantization));
   const json* section = &config;
   if (!section_name.empty()) {
     section = Look(config, section_name);
@@ -1155,9 +1168,8 @@ absl::StatusOr<DescribedModel> DescribeModel(const json& config,
       return Invalid(section_name, "an object",
                      section == nullptr ? "nothing" : section->type_name());
     }
-    RETURN_IF_ERROR(DescribeQuantization(*section, &model.quantization));
   }
-
+  ASSIGN_OR_RETURN(model.quantization, DescribeQuantization(config, *section));
   model.family = &*family;
   model.description.model_type = model_type;
   ASSIGN_OR_RETURN(const std::vector<KindOfLayer> kinds, Kinds(*section, *family));

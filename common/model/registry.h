@@ -150,7 +150,7 @@ absl::Span<const Family> BuiltInFamilies();
 // A configuration, understood.
 struct DescribedModel {
   const Family* family = nullptr;  // one of those given
-  // weight_dtype and weight_format of the layers are not known yet: the files say them.
+  // How the layers' weights and scales are stored is not known yet: the files say it.
   ModelDescription description;
   Quantization quantization;
 };

@@ -1,9 +1,14 @@
 #include "common/model/shards.h"
 
+#include <limits.h>
+#include <unistd.h>
+
+#include <algorithm>
 #include <filesystem>
-#include <fstream>
 #include <system_error>
 
+#include "absl/cleanup/cleanup.h"
+#include "common/regular_file.h"
 #include "common/safetensors/strict_json.h"
 #include "common/status.h"
 
@@ -12,16 +17,24 @@ namespace {
 
 using nlohmann::json;
 
-constexpr uintmax_t kMaxWholeFile = 256 << 20;
+constexpr int64_t kMaxWholeFile = 256 << 20;
 
-// A name in the index must stay in the model's folder (a symbolic link there may lead anywhere).
-bool StaysInFolder(const std::string& name) {
+// What is wrong with the name of a file in the index, or nothing. It must stay in the model's
+// folder (a symbolic link there may lead anywhere).
+std::string WrongName(const std::string& name) {
   const std::filesystem::path path(name);
-  if (name.empty() || name.find('\0') != std::string::npos || path.is_absolute()) return false;
-  for (const std::filesystem::path& part : path) {
-    if (part == "..") return false;
+  const auto is_long = [](const std::filesystem::path& part) {
+    return part.native().size() > NAME_MAX;
+  };
+  if (name.size() > PATH_MAX || std::any_of(path.begin(), path.end(), is_long)) {
+    return absl::StrCat("expected a file name of at most ", NAME_MAX, " bytes, given one of ",
+                        name.size());
   }
-  return true;
+  if (name.empty() || name.find('\0') != std::string::npos || path.is_absolute() ||
+      std::find(path.begin(), path.end(), "..") != path.end()) {
+    return absl::StrCat(json(name).dump(), " is no path inside the model's folder");
+  }
+  return "";
 }
 
 // The tensor -> file map of the index.
@@ -46,11 +59,11 @@ absl::StatusOr<std::map<std::string, std::string>> ReadIndex(const std::string& 
       return malformed(
           absl::StrCat("weight_map: '", tensor, "': expected a file name, given ", file.dump()));
     }
-    if (!StaysInFolder(file.get<std::string>())) {
-      return malformed(absl::StrCat("weight_map: '", tensor, "': ", file.dump(),
-                                    " is no path inside the model's folder"));
+    const std::string name = file.get<std::string>();
+    if (const std::string wrong = WrongName(name); !wrong.empty()) {
+      return malformed(absl::StrCat("weight_map: '", tensor, "': ", wrong));
     }
-    files[tensor] = file.get<std::string>();
+    files[tensor] = name;
   }
   return files;
 }
@@ -72,21 +85,14 @@ absl::Status AddFile(const std::string& path, Shards* shards) {
 }  // namespace
 
 absl::StatusOr<std::string> ReadWholeFile(const std::string& path) {
-  std::error_code error;
-  const uintmax_t size = std::filesystem::file_size(path, error);
-  if (error == std::errc::no_such_file_or_directory) {
-    return absl::NotFoundError(absl::StrCat(path, ": no such file"));
-  }
-  if (error) return absl::InvalidArgumentError(absl::StrCat(path, ": ", error.message()));
-  if (size > kMaxWholeFile) {
+  ASSIGN_OR_RETURN(const RegularFile file, OpenRegularFile(path));
+  const absl::Cleanup closed = [&file] { close(file.fd); };
+  if (file.bytes > kMaxWholeFile) {
     return absl::InvalidArgumentError(
-        absl::StrCat(path, ": ", size, " bytes, at most ", kMaxWholeFile));
+        absl::StrCat(path, ": expected at most ", kMaxWholeFile, " bytes, given ", file.bytes));
   }
-  std::string text(size, '\0');
-  std::ifstream stream(path, std::ios::binary);
-  if (!stream.read(text.data(), static_cast<std::streamsize>(size))) {
-    return absl::PermissionDeniedError(absl::StrCat(path, ": cannot be read"));
-  }
+  std::string text(static_cast<size_t>(file.bytes), '\0');
+  RETURN_IF_ERROR(ReadAt(file.fd, 0, file.bytes, text.data(), path));
   return text;
 }
 
@@ -109,7 +115,11 @@ absl::StatusOr<Shards> OpenShards(const std::string& directory) {
   for (const auto& [tensor, file] : weight_map) {
     const auto [entry, inserted] = opened.insert({file, nullptr});
     if (!inserted) continue;
-    RETURN_IF_ERROR(AddFile(absl::StrCat(directory, "/", file), &shards));
+    const absl::Status added = AddFile(absl::StrCat(directory, "/", file), &shards);
+    if (!added.ok()) {
+      return absl::Status(added.code(),
+                          absl::StrCat(index, ": weight_map: '", tensor, "': ", added.message()));
+    }
     entry->second = shards.files.back().get();
   }
   for (const auto& [tensor, file] : weight_map) {

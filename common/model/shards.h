@@ -26,10 +26,10 @@ struct Shards {
 // Opens model.safetensors or, where there is none, the files of model.safetensors.index.json (the
 // order of transformers), following symbolic links. The index and the files must name the same
 // tensors, each once; its total_size is information only, and ignored. NOT_FOUND (no such file) or
-// INVALID_ARGUMENT, naming file and tensor.
+// INVALID_ARGUMENT (malformed, or no regular file), naming file and tensor.
 absl::StatusOr<Shards> OpenShards(const std::string& directory);
 
-// The content of a file of at most 256 MiB.
+// The content of a regular file of at most 256 MiB. Errors of OpenRegularFile.
 absl::StatusOr<std::string> ReadWholeFile(const std::string& path);
 
 }  // namespace expertmesh

@@ -1,8 +1,6 @@
 #include "common/safetensors/safetensors.h"
 
 #include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,6 +13,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "common/regular_file.h"
 #include "common/safetensors/strict_json.h"
 #include "common/status.h"
 #include "nlohmann/json.hpp"
@@ -27,23 +26,6 @@ using nlohmann::json;
 static_assert(std::endian::native == std::endian::little, "the format is little-endian");
 
 constexpr size_t kLengthBytes = sizeof(uint64_t);
-
-absl::Status SystemError(int error, const std::string& what) {
-  const std::string message = absl::StrCat(what, ": ", std::strerror(error));
-  switch (error) {
-    case ENOENT:
-    case ENOTDIR:
-      return absl::NotFoundError(message);
-    case EACCES:
-    case EPERM:
-      return absl::PermissionDeniedError(message);
-    case ENOSPC:
-    case EDQUOT:
-      return absl::ResourceExhaustedError(message);
-    default:
-      return absl::InternalError(message);
-  }
-}
 
 // A tensor as the header states it, before any check of its numbers against each other.
 struct Entry {
@@ -169,22 +151,15 @@ absl::Status WriteAndSync(int fd, const std::string& path, const std::string& he
 
 absl::StatusOr<std::shared_ptr<const SafetensorsFile>> SafetensorsFile::Open(
     const std::string& path) {
-  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return SystemError(errno, absl::StrCat(path, ": open"));
-  std::shared_ptr<SafetensorsFile> file(new SafetensorsFile(path, fd));
-
-  struct stat status;
-  if (fstat(fd, &status) != 0) return SystemError(errno, absl::StrCat(path, ": fstat"));
-  if (!S_ISREG(status.st_mode)) return file->Malformed("not a regular file");
-  file->size_ = static_cast<size_t>(status.st_size);
+  ASSIGN_OR_RETURN(const RegularFile opened, OpenRegularFile(path));
+  std::shared_ptr<SafetensorsFile> file(new SafetensorsFile(path, opened.fd));
+  file->size_ = static_cast<size_t>(opened.bytes);
   if (file->size_ < kLengthBytes) {
     return file->Malformed(absl::StrCat("HeaderTooSmall: the file has ", file->size_,
                                         " bytes, expected at least ", kLengthBytes));
   }
   uint64_t length;
-  if (pread(fd, &length, sizeof(length), 0) != sizeof(length)) {
-    return SystemError(errno, absl::StrCat(path, ": read"));
-  }
+  RETURN_IF_ERROR(ReadAt(opened.fd, 0, sizeof(length), &length, path));
   if (length > kMaxSafetensorsHeader) {
     return file->Malformed(absl::StrCat("HeaderTooLarge: the header has ", length,
                                         " bytes, at most ", kMaxSafetensorsHeader));
@@ -194,12 +169,10 @@ absl::StatusOr<std::shared_ptr<const SafetensorsFile>> SafetensorsFile::Open(
                                         " bytes, the file ", file->size_ - kLengthBytes,
                                         " after its length"));
   }
-  const size_t mapped = kLengthBytes + length;
-  void* mapping = mmap(nullptr, mapped, PROT_READ, MAP_PRIVATE, fd, 0);
-  if (mapping == MAP_FAILED) return SystemError(errno, absl::StrCat(path, ": mmap"));
-  const absl::Status parsed = file->ParseHeader(static_cast<const std::byte*>(mapping), length);
-  munmap(mapping, mapped);
-  RETURN_IF_ERROR(parsed);
+  std::string header(length, '\0');
+  RETURN_IF_ERROR(
+      ReadAt(opened.fd, kLengthBytes, static_cast<int64_t>(length), header.data(), path));
+  RETURN_IF_ERROR(file->ParseHeader(header));
   return file;
 }
 
@@ -209,9 +182,8 @@ absl::Status SafetensorsFile::Malformed(const std::string& what) const {
   return absl::InvalidArgumentError(absl::StrCat(path_, ": ", what));
 }
 
-absl::Status SafetensorsFile::ParseHeader(const std::byte* bytes, uint64_t length) {
-  absl::StatusOr<json> header =
-      ParseStrictJson(std::string(reinterpret_cast<const char*>(bytes + kLengthBytes), length));
+absl::Status SafetensorsFile::ParseHeader(const std::string& text) {
+  const absl::StatusOr<json> header = ParseStrictJson(text);
   if (!header.ok()) {
     return Malformed(absl::StrCat("InvalidHeader: ", header.status().message()));
   }
@@ -229,12 +201,12 @@ absl::Status SafetensorsFile::ParseHeader(const std::byte* bytes, uint64_t lengt
             absl::StrCat("InvalidHeaderDeserialization: __metadata__: expected an object, given ",
                          value.type_name()));
       }
-      for (const auto& [key, text] : value.items()) {
-        if (!text.is_string()) {
+      for (const auto& [key, entry] : value.items()) {
+        if (!entry.is_string()) {
           return Malformed(absl::StrCat("InvalidHeaderDeserialization: __metadata__: '", key,
-                                        "': expected a string, given ", text.dump()));
+                                        "': expected a string, given ", entry.dump()));
         }
-        metadata_[key] = text.get<std::string>();
+        metadata_[key] = entry.get<std::string>();
       }
       continue;
     }
@@ -247,7 +219,8 @@ absl::Status SafetensorsFile::ParseHeader(const std::byte* bytes, uint64_t lengt
   std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) {
     return std::tie(a.begin, a.end, a.name) < std::tie(b.begin, b.end, b.name);
   });
-  const uint64_t available = size_ - kLengthBytes - length;
+  const uint64_t data_offset = kLengthBytes + text.size();
+  const uint64_t available = size_ - data_offset;
   uint64_t expected_begin = 0;
   for (const Entry& entry : entries) {
     const auto malformed = [&](const std::string& what) {
@@ -274,11 +247,10 @@ absl::Status SafetensorsFile::ParseHeader(const std::byte* bytes, uint64_t lengt
                                     " of the data, the file has ", available));
     }
     expected_begin = entry.end;
-    tensors_[entry.name] = {
-        .dtype = entry.dtype,
-        .shape = std::vector<int64_t>(entry.shape.begin(), entry.shape.end()),
-        .file_offset = static_cast<int64_t>(kLengthBytes + length + entry.begin),
-        .num_bytes = static_cast<int64_t>(*bits / 8)};
+    tensors_[entry.name] = {.dtype = entry.dtype,
+                            .shape = std::vector<int64_t>(entry.shape.begin(), entry.shape.end()),
+                            .file_offset = static_cast<int64_t>(data_offset + entry.begin),
+                            .num_bytes = static_cast<int64_t>(*bits / 8)};
   }
   if (expected_begin != available) {
     return Malformed(absl::StrCat("MetadataIncompleteBuffer: the tensors cover ", expected_begin,
@@ -302,24 +274,8 @@ absl::Status SafetensorsFile::Read(const std::string& name, int64_t offset, int6
     return absl::OutOfRangeError(absl::StrCat(path_, ": tensor '", name, "': ", bytes, " bytes at ",
                                               offset, ", it has ", info->num_bytes));
   }
-  auto* next = static_cast<std::byte*>(destination);
-  int64_t position = info->file_offset + offset;
-  while (bytes > 0) {
-    const ssize_t got = pread(fd_, next, static_cast<size_t>(bytes), position);
-    if (got < 0) {
-      if (errno == EINTR) continue;
-      return SystemError(errno, absl::StrCat(path_, ": tensor '", name, "': read"));
-    }
-    if (got == 0) {
-      return absl::DataLossError(absl::StrCat(path_, ": tensor '", name, "': the file has become ",
-                                              "shorter: it ends at byte ", position, " of ",
-                                              size_));
-    }
-    next += got;
-    position += got;
-    bytes -= got;
-  }
-  return absl::OkStatus();
+  return ReadAt(fd_, info->file_offset + offset, bytes, destination,
+                absl::StrCat(path_, ": tensor '", name, "'"));
 }
 
 absl::StatusOr<Tensor> SafetensorsFile::ReadTensor(const std::string& name) const {

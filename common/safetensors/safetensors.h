@@ -32,14 +32,13 @@ struct TensorInfo {
 
 // A file, opened for reading. Immutable: all methods may be called concurrently.
 //
-// The header is parsed in a mapping that goes away with Open(). The tensors are not mapped but
-// copied with pread: a file that is cut short while it is open is then an error and not a SIGBUS,
-// no page of the file ever counts as this process's memory, and the one copy goes straight to where
-// the weights stay.
+// Nothing is mapped, all is copied with pread: a file that is cut short while it is open is then an
+// error and not a SIGBUS, no page of the file ever counts as this process's memory, and the one
+// copy of a tensor goes straight to where the weights stay.
 class SafetensorsFile {
  public:
-  // Opens the file and checks its whole header. NOT_FOUND, PERMISSION_DENIED, INVALID_ARGUMENT
-  // (malformed; the message starts with the path and names the tensor).
+  // Opens the file and checks its whole header. Errors of OpenRegularFile; INVALID_ARGUMENT for a
+  // malformed file: the message starts with the path and names the tensor.
   static absl::StatusOr<std::shared_ptr<const SafetensorsFile>> Open(const std::string& path);
 
   SafetensorsFile(const SafetensorsFile&) = delete;
@@ -67,8 +66,7 @@ class SafetensorsFile {
 
  private:
   SafetensorsFile(std::string path, int fd) : path_(std::move(path)), fd_(fd) {}
-  // `bytes`: the first bytes of the file, up to the end of its header of `length` bytes.
-  absl::Status ParseHeader(const std::byte* bytes, uint64_t length);
+  absl::Status ParseHeader(const std::string& text);
   absl::Status Malformed(const std::string& what) const;
 
   const std::string path_;

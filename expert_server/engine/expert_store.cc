@@ -9,6 +9,7 @@
 #include "common/model/contiguous_shard.h"
 #include "common/status.h"
 #include "common/text.h"
+#include "expert_server/engine/cpu/grouped_experts.h"
 #include "expert_server/engine/memory.h"
 
 namespace expertmesh {
@@ -26,10 +27,10 @@ absl::Status CheckMemory(const LoadProgress& load) {
                    ") of memory are available; use more servers or machines"));
 }
 
-int64_t BytesHeld(const Checkpoint& checkpoint, int32_t layer, int32_t expert) {
-  const LayerDescription& description = *checkpoint.model().Find(layer);
-  return expert < description.router.num_experts ? checkpoint.ExpertBytes(layer)
-                                                 : BytesOfExpert(description.shared.experts);
+// Of one expert in memory.
+int64_t BytesHeld(const LayerDescription& layer, int32_t expert) {
+  return BytesOfGroupedExpert(expert < layer.router.num_experts ? layer.experts
+                                                                : layer.shared.experts);
 }
 
 }  // namespace
@@ -50,7 +51,8 @@ absl::StatusOr<ExpertStore::Held> ExpertStore::ShardOf(const ModelDescription& m
 int64_t ExpertStore::BytesOf(const Checkpoint& checkpoint, const Held& held) {
   int64_t bytes = 0;
   for (const auto& [layer, experts] : held) {
-    for (const int32_t expert : experts) bytes += BytesHeld(checkpoint, layer, expert);
+    const LayerDescription& description = *checkpoint.model().Find(layer);
+    for (const int32_t expert : experts) bytes += BytesHeld(description, expert);
   }
   return bytes;
 }
@@ -87,7 +89,7 @@ absl::StatusOr<ExpertStore::Layer> ExpertStore::LoadLayer(
       layer.routed->SetWeights(local, std::move(weights));
     }
     ++local;
-    loaded(BytesHeld(checkpoint, description.layer, expert));
+    loaded(BytesHeld(description, expert));
   }
   if (layer.routed != nullptr) RETURN_IF_ERROR(layer.routed->Prepare());
   if (layer.shared != nullptr) RETURN_IF_ERROR(layer.shared->Prepare());
@@ -117,6 +119,16 @@ absl::StatusOr<std::unique_ptr<ExpertStore>> ExpertStore::Load(
   }
   malloc_trim(0);  // what the weights were read into is free, but would stay ours
   return store;
+}
+
+int64_t ExpertStore::bytes() const {
+  int64_t bytes = 0;
+  for (const auto& [index, layer] : layers_) {
+    for (const auto* experts : {&layer.routed, &layer.shared}) {
+      if (*experts != nullptr) bytes += (*experts)->bytes();
+    }
+  }
+  return bytes;
 }
 
 absl::StatusOr<Tensor> ExpertStore::Forward(int32_t layer_index,

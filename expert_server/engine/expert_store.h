@@ -41,7 +41,7 @@ class ExpertStore {
   static absl::StatusOr<Held> ShardOf(const ModelDescription& model, int32_t shard,
                                       int32_t num_shards);
 
-  // Bytes that holding `held` takes.
+  // Bytes of memory that the weights of `held` take in the grouped engine.
   static int64_t BytesOf(const Checkpoint& checkpoint, const Held& held);
 
   // Reads those experts and nothing else, and prepares every layer, made by `factory`. `progress`
@@ -61,6 +61,8 @@ class ExpertStore {
       std::function<bool()> stop = [] { return false; }) const;
 
   const Held& held() const { return held_; }
+  // Of memory that the weights take.
+  int64_t bytes() const;
   // So far; failed passes do not count.
   ExpertWork work() const { return {rows_computed_, gather_ns_ / 1000, gemm_ns_ / 1000}; }
 

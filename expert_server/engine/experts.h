@@ -44,6 +44,9 @@ class Experts {
   // Says that all weights are there; idempotent. Not concurrently with Forward.
   virtual absl::Status Prepare() = 0;
 
+  // Of memory that the weights take.
+  virtual int64_t bytes() const = 0;
+
   // y = down(activation(gate(x), up(x))) for every position that is not padding, in their order:
   // writes [P without padding, D] unweighted rows of ReplyDType to `output`. The batch has passed
   // ValidateBatch. FAILED_PRECONDITION before Prepare; CANCELLED when batch.stop said so.

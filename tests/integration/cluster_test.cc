@@ -258,6 +258,7 @@ class StuckEngine {
       experts_->SetWeights(expert, std::move(weights));
     }
     absl::Status Prepare() override { return experts_->Prepare(); }
+    int64_t bytes() const override { return experts_->bytes(); }
     absl::Status Forward(const ExpertBatch& batch, void* output) const override {
       ++engine_->started_;
       while (!engine_->pass_) {

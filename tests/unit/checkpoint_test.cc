@@ -3,6 +3,7 @@
 
 #include "common/model/checkpoint.h"
 
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -396,7 +397,10 @@ TEST_F(CheckpointTest, RefusesBadConfigurationsNamingTheKey) {
     for (const std::string& word : bad.words) EXPECT_THAT(refusal, HasSubstr(word)) << bad.key;
   }
   Folder huge = MakeFolder();
-  huge.config["num_experts"] = 1 << 30;
+  huge.config["num_experts"] = (1 << 20) + 1;
+  EXPECT_THAT(Refusal(huge), AllOf(HasSubstr("num_experts"), HasSubstr("from 1 to 1048576"),
+                                   HasSubstr("given 1048577")));
+  huge.config["num_experts"] = 1 << 20;
   huge.config["hidden_size"] = 1 << 30;
   huge.config["intermediate_size"] = 1 << 30;
   EXPECT_THAT(Refusal(huge), HasSubstr("do not fit in 63 bits"));
@@ -689,7 +693,9 @@ TEST_F(CheckpointTest, RefusesBrokenIndexes) {
   const std::string own_file = index["weight_map"][gate];
 
   std::filesystem::remove(folder_ + "/" + own_file);
-  EXPECT_THAT(Refusal(), AllOf(HasSubstr("NOT_FOUND"), HasSubstr(own_file)));
+  EXPECT_THAT(Refusal(), AllOf(HasSubstr("NOT_FOUND"), HasSubstr(own_file),
+                               HasSubstr("model.safetensors.index.json: weight_map: '"),
+                               HasSubstr("No such file")));
 
   index = WriteSharded(folder, 3);
   const auto with = [&](const std::string& tensor, const json& file) {
@@ -708,6 +714,24 @@ TEST_F(CheckpointTest, RefusesBrokenIndexes) {
         << path;
   }
   EXPECT_THAT(with(gate, std::string("model-0.safetensors\0x", 21)), HasSubstr("inside"));
+  for (const size_t bytes : {256, 5000, 100000}) {
+    const std::string refusal = with(gate, std::string(bytes, 'm'));
+    EXPECT_THAT(refusal, AllOf(HasSubstr("INVALID_ARGUMENT"), HasSubstr(gate),
+                               HasSubstr(absl::StrCat("given one of ", bytes))));
+    EXPECT_LT(refusal.size(), 1000u);
+  }
+  EXPECT_THAT(with(gate, std::string(255, 'm')), AllOf(HasSubstr("NOT_FOUND"), HasSubstr(gate)));
+  std::string deep;
+  while (deep.size() < 5000) deep += "folder/";
+  EXPECT_THAT(with(gate, deep), AllOf(HasSubstr("INVALID_ARGUMENT"), HasSubstr(gate)));
+  std::filesystem::create_directory(folder_ + "/sub");
+  for (const char* name : {"sub", "sub/", "."}) {
+    EXPECT_THAT(with(gate, name),
+                AllOf(HasSubstr("INVALID_ARGUMENT"), HasSubstr(gate), HasSubstr("given a folder")));
+  }
+  ASSERT_EQ(mkfifo((folder_ + "/pipe").c_str(), 0600), 0);
+  EXPECT_THAT(with(gate, "pipe"),
+              AllOf(HasSubstr("INVALID_ARGUMENT"), HasSubstr(gate), HasSubstr("given a FIFO")));
   EXPECT_THAT(with(gate, 1), HasSubstr("expected a file name"));
   EXPECT_THAT(with("model-0.safetensors", json::array({gate})), HasSubstr("inverted"));
   json lacking = index;
@@ -738,6 +762,30 @@ TEST_F(CheckpointTest, RefusesBrokenIndexes) {
 
   std::filesystem::remove(folder_ + "/model.safetensors.index.json");
   EXPECT_THAT(Refusal(), AllOf(HasSubstr("NOT_FOUND"), HasSubstr("model.safetensors.index.json")));
+}
+
+// Nothing is waited for, whatever lies where a file should.
+TEST_F(CheckpointTest, RefusesWhatIsNoFile) {
+  for (const char* name : {"config.json", "model.safetensors", "hf_quant_config.json",
+                           "model.safetensors.index.json"}) {
+    const std::string path = folder_ + "/" + name;
+    for (const char* kind : {"a FIFO", "a folder", "a device"}) {
+      Write(MakeFolder());
+      std::filesystem::remove(path);
+      if (std::string(name).find("index") != std::string::npos) {
+        std::filesystem::remove(folder_ + "/model.safetensors");
+      }
+      if (kind == std::string("a FIFO")) {
+        ASSERT_EQ(mkfifo(path.c_str(), 0600), 0);
+      } else if (kind == std::string("a folder")) {
+        std::filesystem::create_directory(path);
+      } else {
+        std::filesystem::create_symlink("/dev/zero", path);
+      }
+      EXPECT_THAT(Refusal(), AllOf(HasSubstr("INVALID_ARGUMENT"), HasSubstr(path),
+                                   HasSubstr(absl::StrCat("given ", kind))));
+    }
+  }
 }
 
 TEST_F(CheckpointTest, EveryTruncationOfTheFileIsRefused) {
@@ -954,6 +1002,28 @@ TEST_F(CheckpointTest, AFamilyIsOneEntryOfData) {
   }
 }
 
+// The page that people read names what the registry has.
+TEST(Readme, ListsTheFamiliesThatAreServed) {
+  std::ifstream stream(EXPERTMESH_TEST_DATA "/../../README.md");
+  std::set<std::string> listed, served;
+  for (std::string line; std::getline(stream, line);) {
+    if (line.rfind("| `", 0) != 0) continue;
+    if (line.rfind("| `model_type`", 0) != 0 && listed.empty()) continue;  // another table
+    if (line.find("quant_method") != std::string::npos) break;
+    const std::string cell = line.substr(0, line.find('|', 1));
+    for (size_t at = cell.find('`'); at != std::string::npos; at = cell.find('`', at + 1)) {
+      const size_t end = cell.find('`', at + 1);
+      listed.insert(cell.substr(at + 1, end - at - 1));
+      at = end;
+    }
+  }
+  listed.erase("model_type");
+  for (const Family& family : BuiltInFamilies()) {
+    if (family.refused.empty()) served.insert(family.model_type);
+  }
+  EXPECT_EQ(listed, served);
+}
+
 TEST_F(CheckpointTest, RefusesGroupsThatCannotBe) {
   const std::vector<Family> families = {InventedFamily()};
   const auto refusal = [&](const std::map<std::string, json>& changes) {
@@ -963,10 +1033,15 @@ TEST_F(CheckpointTest, RefusesGroupsThatCannotBe) {
     return Checkpoint::Open(folder_, families).status().ToString();
   };
   EXPECT_EQ(refusal({}), "OK");
-  EXPECT_THAT(refusal({{"n_group", 5}}), HasSubstr("12 experts do not divide into 5 groups"));
-  EXPECT_THAT(refusal({{"topk_group", 5}}), HasSubstr("too few"));
-  EXPECT_THAT(refusal({{"moe_k", 7}}), HasSubstr("too few"));
-  EXPECT_THAT(refusal({{"n_group", 12}, {"topk_group", 12}}), HasSubstr("groups of one expert"));
+  EXPECT_THAT(refusal({{"n_group", 5}}),
+              HasSubstr("n_group: 12 experts do not divide into 5 groups"));
+  EXPECT_THAT(refusal({{"topk_group", 5}}), AllOf(HasSubstr("topk_group"), HasSubstr("too few")));
+  EXPECT_EQ(refusal({{"moe_k", 6}}), "OK");
+  EXPECT_THAT(refusal({{"moe_k", 7}}),
+              HasSubstr("moe_topk/moe_k and topk_group: top 7 of the best 2 of 4 groups of 3 "
+                        "experts: there are too few"));
+  EXPECT_THAT(refusal({{"n_group", 12}, {"topk_group", 12}}),
+              HasSubstr("n_group: 12 groups of one expert"));
   EXPECT_THAT(refusal({{"moe_k", 3}, {"moe_topk", 2}}), HasSubstr("contradict"));
   EXPECT_THAT(refusal({{"routed_scaling_factor", "2"}}), HasSubstr("a number"));
   EXPECT_THAT(

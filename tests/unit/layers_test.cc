@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "expert_server/engine/cpu/grouped_experts.h"
 #include "tests/unit/router_cluster.h"
 
 namespace expertmesh {
@@ -193,11 +194,11 @@ TEST(Layers, ShardsHaveAllSharedExperts) {
   EXPECT_THAT(shard(1, 2).at(kLayer), ElementsAre(4, 5, 6, 7, 8));
   EXPECT_THAT(shard(8, 9).at(kLayer), ElementsAre(7, 8));
   EXPECT_THAT(shard(1, 2).at(kLayer + 1), ElementsAre(0));
-  // Bytes: of 4 routed experts, and of shared ones of another kind: F32 and with biases.
+  // Bytes: of 4 routed experts, and of shared ones of another kind.
   const MadeUpCheckpoint checkpoint(model.layers);
-  const int64_t routed = 3 * 6 * kHidden * 2;
-  const int64_t shared = (3 * 9 * kHidden + 2 * 9 + kHidden) * 4;
-  const int64_t dense = 3 * 11 * kHidden * 2;
+  const int64_t routed = BytesOfGroupedExpert(model.layers[0].experts);
+  const int64_t shared = BytesOfGroupedExpert(model.layers[0].shared.experts);
+  const int64_t dense = BytesOfGroupedExpert(model.layers[1].shared.experts);
   EXPECT_EQ(ExpertStore::BytesOf(checkpoint, shard(0, 2)), 4 * routed + 2 * shared + dense);
 }
 

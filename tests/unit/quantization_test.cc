@@ -16,8 +16,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/model/checkpoint.h"
+#include "common/model/registry.h"
 #include "common/safetensors/safetensors.h"
 #include "expert_server/engine/engine.h"
+#include "expert_server/engine/expert_store.h"
 #include "nlohmann/json.hpp"
 #include "tests/random_tensor.h"
 
@@ -150,6 +152,18 @@ Folder Mxfp4Folder() {
   return folder;
 }
 
+// A folder of plain weights, as those of BlockFolder().
+Folder PlainFolder() {
+  std::mt19937 rng(39);
+  Folder folder{Config("olmoe", nullptr), {}};
+  for (const auto& [name, tensor] : BlockFolder().tensors) {
+    if (name.find("scale") == std::string::npos) {
+      folder.tensors[name] = RandomTensor(DType::kBF16, tensor.shape(), 0.1f, rng);
+    }
+  }
+  return folder;
+}
+
 class QuantizationTest : public testing::Test {
  protected:
   void SetUp() override {
@@ -186,10 +200,13 @@ class QuantizationTest : public testing::Test {
 // Every weight and every scale of fp8 experts is the one that was written. scale_of(n, k) is the
 // index of the stored scale of a weight of a projection of `columns` columns.
 void ExpectFp8(const Checkpoint& checkpoint, const Folder& folder, const std::string& suffix,
-               WeightFormat format,
+               WeightFormat format, ScaleLayout layout,
                const std::function<int64_t(int64_t n, int64_t k, int64_t columns)>& scale_of) {
   const ExpertDescriptor& experts = checkpoint.model().layers[0].experts;
   EXPECT_EQ(experts.weight_dtype, DType::kF8_E4M3);
+  EXPECT_EQ(experts.scale_layout, layout);
+  EXPECT_EQ(experts.scale_dtype,
+            folder.tensors.at(absl::StrCat(kMlp, "experts.0.gate_proj", suffix)).dtype());
   EXPECT_EQ(experts.weight_format, format);
   for (int expert = 0; expert < kExperts; ++expert) {
     const auto weights = checkpoint.ReadExpert(0, expert);
@@ -228,7 +245,8 @@ TEST_F(QuantizationTest, Fp8Blocks) {
       const Folder folder = BlockFolder(dtype, suffix);
       const auto checkpoint = MustOpen(folder);
       ASSERT_NE(checkpoint, nullptr);
-      ExpectFp8(*checkpoint, folder, suffix, WeightFormat::kFp8Block128, BlockOf);
+      ExpectFp8(*checkpoint, folder, suffix, WeightFormat::kFp8Block128, ScaleLayout::kBlock128,
+                BlockOf);
       // Codes, and scales that are repeated for every row.
       EXPECT_EQ(checkpoint->ExpertBytes(0),
                 3 * kHidden * kIntermediate + 4 * (2 * kIntermediate * 3 + kHidden * 2));
@@ -237,13 +255,14 @@ TEST_F(QuantizationTest, Fp8Blocks) {
   // The shape of a block is 128 x 128 where nobody says another.
   Folder folder = BlockFolder();
   folder.config["quantization_config"].erase("weight_block_size");
-  ExpectFp8(*MustOpen(folder), folder, ".weight_scale_inv", WeightFormat::kFp8Block128, BlockOf);
+  ExpectFp8(*MustOpen(folder), folder, ".weight_scale_inv", WeightFormat::kFp8Block128,
+            ScaleLayout::kBlock128, BlockOf);
 }
 
 TEST_F(QuantizationTest, Fp8Rows) {
   for (const DType dtype : {DType::kF32, DType::kBF16}) {
     const Folder folder = Fp8Folder(CompressedTensors("channel"), ".weight_scale", dtype, Column);
-    ExpectFp8(*MustOpen(folder), folder, ".weight_scale", WeightFormat::kFp8Row,
+    ExpectFp8(*MustOpen(folder), folder, ".weight_scale", WeightFormat::kFp8Row, ScaleLayout::kRow,
               [](int64_t n, int64_t, int64_t) { return n; });
   }
 }
@@ -262,9 +281,19 @@ TEST_F(QuantizationTest, Fp8WithOneScale) {
     folder.tensors[unused] = Scales(DType::kF32, {}, rng);
     const auto checkpoint = MustOpen(folder);
     ASSERT_NE(checkpoint, nullptr);
-    ExpectFp8(*checkpoint, folder, ".weight_scale", WeightFormat::kFp8Row, first);
+    ExpectFp8(*checkpoint, folder, ".weight_scale", WeightFormat::kFp8Row, ScaleLayout::kMatrix,
+              first);
     EXPECT_THAT(checkpoint->skipped_tensors(), Contains(unused));
   }
+}
+
+TEST_F(QuantizationTest, SomeMatricesMayHaveOneScaleAndOthersOneForARow) {
+  const Folder folder =
+      Fp8Folder(CompressedTensors("channel"), ".weight_scale", DType::kF32, [](int64_t n, int64_t) {
+        return n == kHidden ? std::vector<int64_t>{1} : std::vector<int64_t>{n, 1};
+      });
+  ExpectFp8(*MustOpen(folder), folder, ".weight_scale", WeightFormat::kFp8Row, ScaleLayout::kMixed,
+            [](int64_t n, int64_t, int64_t columns) { return columns == kHidden ? n : 0; });
 }
 
 TEST_F(QuantizationTest, ModelOptMayHaveAFileOfItsOwn) {
@@ -279,7 +308,7 @@ TEST_F(QuantizationTest, ModelOptMayHaveAFileOfItsOwn) {
       {{"quant_algo", "FP8"}, {"kv_cache_quant_algo", nullptr}, {"exclude_modules", {"lm_head"}}});
   const auto checkpoint = MustOpen(folder);
   ASSERT_NE(checkpoint, nullptr);
-  ExpectFp8(*checkpoint, folder, ".weight_scale", WeightFormat::kFp8Row,
+  ExpectFp8(*checkpoint, folder, ".weight_scale", WeightFormat::kFp8Row, ScaleLayout::kMatrix,
             [](int64_t, int64_t, int64_t) { return int64_t{0}; });
   write({{"quant_algo", "NVFP4"}, {"group_size", 16}});
   EXPECT_THAT(Refusal(folder), AllOf(HasSubstr("UNIMPLEMENTED"), HasSubstr("hf_quant_config.json"),
@@ -320,6 +349,8 @@ TEST_F(QuantizationTest, Mxfp4) {
   const ExpertDescriptor& experts = checkpoint->model().layers[0].experts;
   EXPECT_EQ(experts.weight_dtype, DType::kF4);
   EXPECT_EQ(experts.weight_format, WeightFormat::kMxfp4);
+  EXPECT_EQ(experts.scale_layout, ScaleLayout::kGroup32);
+  EXPECT_EQ(experts.scale_dtype, DType::kU8);
   const Tensor& blocks = folder.tensors.at(absl::StrCat(kMlp, "experts.gate_up_proj_blocks"));
   const Tensor& scales = folder.tensors.at(absl::StrCat(kMlp, "experts.gate_up_proj_scales"));
   for (int expert = 0; expert < kExperts; ++expert) {
@@ -404,6 +435,48 @@ TEST_F(QuantizationTest, ComputesWhatTheDequantisedWeightsWould) {
   }
 }
 
+// What is planned is what a server takes: panels of 16 columns, 4 of them a block (gate and up two
+// each), in lines of 64 bytes.
+TEST_F(QuantizationTest, BytesOfAServerAreThoseItTakes) {
+  // 160 gate rows are 10 panels, as many as up rows; 320 down rows 20; no block is begun only.
+  constexpr int64_t kGateUpPanels = 20, kDownPanels = 20;
+  const auto panels = [](int64_t gate_up_bytes, int64_t down_bytes) {
+    return kGateUpPanels * gate_up_bytes + kDownPanels * down_bytes;
+  };
+  const struct {
+    Folder folder;
+    int64_t expert;
+  } cases[] = {
+      {PlainFolder(), panels(kHidden * 32, kIntermediate * 32)},
+      {BlockFolder(), panels(kHidden * 16 + 3 * 64, kIntermediate * 16 + 2 * 64)},
+      {Fp8Folder(CompressedTensors("channel"), ".weight_scale", DType::kBF16, Column),
+       panels(kHidden * 16 + 64, kIntermediate * 16 + 64)},
+      // Exponents of 10 and of 5 groups, each a byte: 2.5 and 1.25 lines. And biases.
+      {Mxfp4Folder(), panels(kHidden * 8 + 3 * 64, kIntermediate * 8 + 2 * 64) + 4 * 2 * kHidden},
+  };
+  for (const auto& [folder, expert] : cases) {
+    const auto checkpoint = MustOpen(folder);
+    ASSERT_NE(checkpoint, nullptr);
+    SCOPED_TRACE(NameOf(checkpoint->model().layers[0].experts.weight_format));
+    for (const int32_t servers : {1, 2, 5}) {
+      int64_t all = 0;
+      for (int32_t shard = 0; shard < servers; ++shard) {
+        const auto held = *ExpertStore::ShardOf(checkpoint->model(), shard, servers);
+        LoadProgress last;
+        const auto store =
+            ExpertStore::Load(*checkpoint, held, MakeEngine({.kind = EngineKind::kGrouped}),
+                              [&last](const LoadProgress& progress) { last = progress; });
+        ASSERT_TRUE(store.ok()) << store.status();
+        EXPECT_EQ((*store)->bytes(), ExpertStore::BytesOf(*checkpoint, held));
+        EXPECT_EQ(last.bytes_done, (*store)->bytes());
+        EXPECT_EQ(last.bytes_total, (*store)->bytes());
+        all += (*store)->bytes();
+      }
+      EXPECT_EQ(all, kExperts * expert);
+    }
+  }
+}
+
 // Modules that the quantiser left out are plain; so may a whole layer's experts be.
 TEST_F(QuantizationTest, PlainExpertsStayPlain) {
   std::mt19937 rng(36);
@@ -483,21 +556,142 @@ TEST_F(QuantizationTest, RefusesTensorsThatDoNotFit) {
   EXPECT_THAT(Refusal(folder), AllOf(HasSubstr(blocks), HasSubstr("[3, 320, 5, 16]")));
 }
 
+// Tensors of formats that are not read, in a folder whose configuration says nothing of them.
+TEST_F(QuantizationTest, RefusesPackedTensorsByName) {
+  const Folder good = PlainFolder();
+  ASSERT_EQ(Refusal(good), "accepted");
+  std::mt19937 rng(40);
+  const std::string up = absl::StrCat(kMlp, "experts.1.up_proj.");
+  // In place of a matrix, with several weights in an element or not.
+  for (const auto& [dtype, columns] :
+       std::vector<std::pair<DType, int64_t>>{{DType::kU8, kHidden / 2},
+                                              {DType::kI8, kHidden},
+                                              {DType::kI32, kHidden / 8},
+                                              {DType::kF8_E5M2, kHidden}}) {
+    Folder folder = good;
+    folder.tensors[up + "weight"] = Tensor(dtype, {kIntermediate, columns});
+    EXPECT_THAT(Refusal(folder),
+                AllOf(HasSubstr("UNIMPLEMENTED"), HasSubstr(up + "weight"),
+                      HasSubstr(NameOf(dtype)), HasSubstr("supported are F32, BF16 and F16")));
+  }
+  // Beside it.
+  for (const char* name : {"weight_scale", "weight_scale_2", "weight_scale_inv", "input_scale",
+                           "weight.absmax", "weight_zero_point", "g_idx", "scales", "bias"}) {
+    Folder folder = good;
+    folder.tensors[up + name] = Scales(DType::kF32, {kIntermediate, 1}, rng);
+    EXPECT_THAT(Refusal(folder), AllOf(HasSubstr("UNIMPLEMENTED"), HasSubstr(up + name)));
+  }
+  // And where no matrix has its name.
+  for (const char* name : {"qweight", "weight_packed"}) {
+    Folder folder{good.config, {}};
+    for (const auto& [whole, tensor] : good.tensors) {
+      const size_t at = whole.find("_proj.weight");
+      if (at == std::string::npos) {
+        folder.tensors[whole] = tensor;
+      } else {
+        folder.tensors[whole.substr(0, at + 6) + name] = Tensor(DType::kI32, {1, 1});
+      }
+    }
+    EXPECT_THAT(Refusal(folder),
+                AllOf(HasSubstr("INVALID_ARGUMENT"), HasSubstr("no experts"),
+                      HasSubstr(absl::StrCat("but '", kMlp, "experts.0.down_proj.", name))));
+  }
+  // A gate is computed from plain weights only.
+  Folder folder = BlockFolder();
+  const std::string gate = absl::StrCat(kMlp, "gate.weight");
+  folder.tensors[gate] = Codes({kExperts, kHidden}, rng);
+  folder.tensors[gate + "_scale_inv"] = Scales(DType::kF32, {1, 3}, rng);
+  EXPECT_THAT(Refusal(folder),
+              AllOf(HasSubstr("UNIMPLEMENTED"), HasSubstr(gate), HasSubstr("F8_E4M3")));
+}
+
+// All experts as rows of one matrix.
+TEST_F(QuantizationTest, RefusesQuantisedExpertsThatAreJoined) {
+  std::mt19937 rng(40);
+  Folder folder{
+      {{"model_type", "dbrx"},
+       {"n_layers", 1},
+       {"d_model", kHidden},
+       {"ffn_config",
+        {{"ffn_hidden_size", kIntermediate}, {"moe_num_experts", kExperts}, {"moe_top_k", 2}}},
+       {"quantization_config", kBlockFp8}},
+      {}};
+  const std::string block = "transformer.blocks.0.ffn.";
+  folder.tensors[block + "router.layer.weight"] =
+      RandomTensor(DType::kBF16, {kExperts, kHidden}, 0.1f, rng);
+  for (const char* name : {"w1", "v1", "w2"}) {
+    folder.tensors[absl::StrCat(block, "experts.mlp.", name)] =
+        RandomTensor(DType::kBF16, {kExperts * kIntermediate, kHidden}, 0.1f, rng);
+  }
+  EXPECT_EQ(Refusal(folder), "accepted");
+  folder.tensors[block + "experts.mlp.v1"] = Codes({kExperts * kIntermediate, kHidden}, rng);
+  folder.tensors[block + "experts.mlp.v1_scale_inv"] = Scales(DType::kF32, {4, 3}, rng);
+  EXPECT_THAT(
+      Refusal(folder),
+      AllOf(HasSubstr("UNIMPLEMENTED"), HasSubstr("'transformer.blocks.0.ffn.experts.mlp.v1'"),
+            HasSubstr("fp8_block128"), HasSubstr("rows of this one matrix"),
+            HasSubstr("expected F32, BF16 or F16")));
+}
+
+// A language model's section may speak of quantisation, but not contradict.
+TEST(QuantizationConfig, MayBeInTheSection) {
+  json text = Config("qwen3_5_moe_text", nullptr);
+  text.update({{"moe_intermediate_size", 16}, {"shared_expert_intermediate_size", 16}});
+  const auto describe = [&](const json& outer, const json& inner) {
+    json config = {{"model_type", "qwen3_5_moe"}, {"text_config", text}};
+    if (!outer.is_null()) config["quantization_config"] = outer;
+    if (!inner.is_null()) config["text_config"]["quantization_config"] = inner;
+    return DescribeModel(config, BuiltInFamilies());
+  };
+  for (const auto& [outer, inner] : std::vector<std::pair<json, json>>{
+           {kBlockFp8, nullptr}, {nullptr, kBlockFp8}, {kBlockFp8, kBlockFp8}}) {
+    const auto model = describe(outer, inner);
+    ASSERT_TRUE(model.ok()) << model.status();
+    EXPECT_EQ(model->quantization.fp8, Quantization::Fp8::kBlock128);
+  }
+  EXPECT_TRUE(describe(nullptr, nullptr)->quantization.none());
+  EXPECT_THAT(describe(kBlockFp8, kMxfp4).status().ToString(),
+              AllOf(HasSubstr("INVALID_ARGUMENT"), HasSubstr("quantization_config"),
+                    HasSubstr("contradict")));
+  EXPECT_THAT(describe(nullptr, json{{"quant_method", "gptq"}}).status().ToString(),
+              AllOf(HasSubstr("UNIMPLEMENTED"), HasSubstr("gptq")));
+}
+
 TEST(QuantizationConfig, OthersAreRefusedByName) {
   const auto refusal = [](const json& object) {
     return ReadQuantizationConfig(object).status().ToString();
   };
-  for (const char* method : {"gptq", "awq", "bitsandbytes", "fbgemm_fp8", "hqq", "torchao"}) {
-    EXPECT_THAT(refusal({{"quant_method", method}}),
-                AllOf(HasSubstr("UNIMPLEMENTED"), HasSubstr(method), HasSubstr("supported are")));
+  for (const auto& [method, reason] :
+       std::vector<std::pair<std::string, std::string>>{{"gptq", "packed integers"},
+                                                        {"awq", "packed integers"},
+                                                        {"bitsandbytes", "4 and 8 bit codes"},
+                                                        {"fbgemm_fp8", "its layout"},
+                                                        {"modelopt_fp4", "scales in fp8"},
+                                                        {"hqq", "not known"},
+                                                        {"torchao", "not known"},
+                                                        {"quark", "not known"}}) {
+    EXPECT_THAT(refusal({{"quant_method", method}, {"bits", 4}, {"group_size", 128}}),
+                AllOf(HasSubstr("UNIMPLEMENTED"), HasSubstr(absl::StrCat("'", method, "'")),
+                      HasSubstr(reason), HasSubstr("supported are")));
   }
-  for (const char* format : {"pack-quantized", "nvfp4-pack-quantized", "int-quantized"}) {
+  for (const auto& [format, reason] : std::vector<std::pair<std::string, std::string>>{
+           {"pack-quantized", "packed integers"},
+           {"int-quantized", "integers"},
+           {"nvfp4-pack-quantized", "scales in fp8"},
+           {"mxfp4-pack-quantized", "tensors of blocks and of scales"},
+           {"marlin-24", "sparse"},
+           {"mixed-precision", "several formats"},
+           {"naive-quantized", "not known"}}) {
     json object = CompressedTensors("channel");
     object["format"] = format;
-    EXPECT_THAT(refusal(object), AllOf(HasSubstr("UNIMPLEMENTED"), HasSubstr(format)));
+    EXPECT_THAT(refusal(object),
+                AllOf(HasSubstr("UNIMPLEMENTED"), HasSubstr(absl::StrCat("'", format, "'")),
+                      HasSubstr(reason), HasSubstr("supported are")));
   }
-  EXPECT_THAT(refusal({{"quant_method", "modelopt"}, {"quant_algo", "NVFP4"}}),
-              AllOf(HasSubstr("UNIMPLEMENTED"), HasSubstr("NVFP4")));
+  for (const char* algorithm : {"NVFP4", "W4A8_AWQ", "MIXED_PRECISION", "FP8_PB_WO"}) {
+    EXPECT_THAT(refusal({{"quant_method", "modelopt"}, {"quant_algo", algorithm}}),
+                AllOf(HasSubstr("UNIMPLEMENTED"), HasSubstr(algorithm)));
+  }
   EXPECT_THAT(refusal(CompressedTensors("group")), HasSubstr("'group'"));
   json object = CompressedTensors("channel");
   object["config_groups"]["group_0"]["weights"]["type"] = "int";
@@ -520,6 +714,14 @@ TEST(QuantizationConfig, OthersAreRefusedByName) {
   object = CompressedTensors("block");
   object["config_groups"]["group_0"]["weights"]["block_structure"] = {128, 128};
   EXPECT_TRUE(ReadQuantizationConfig(object).ok());
+  object["config_groups"]["group_1"] = CompressedTensors("channel")["config_groups"]["group_0"];
+  EXPECT_THAT(refusal(object), HasSubstr("several strategies"));
+  object["config_groups"] = json::object();
+  EXPECT_THAT(refusal(object), AllOf(HasSubstr("INVALID_ARGUMENT"), HasSubstr("config_groups")));
+  object["config_groups"]["group_0"] = {{"weights", nullptr}};
+  EXPECT_THAT(refusal(object), HasSubstr("expected an object weights"));
+  EXPECT_THAT(ReadHfQuantConfig({{"quantization", 3}}).status().ToString(),
+              HasSubstr("quantization: expected an object, given 3"));
 }
 
 }  // namespace

@@ -5,7 +5,9 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <cstring>
@@ -232,8 +234,31 @@ TEST_F(SafetensorsTest, RefusesWrongSizesNamingTheTensor) {
 
 TEST_F(SafetensorsTest, OpenErrorsAreTheFileSystems) {
   EXPECT_EQ(SafetensorsFile::Open(path_ + ".none").status().code(), absl::StatusCode::kNotFound);
-  EXPECT_EQ(SafetensorsFile::Open(folder_.string()).status().code(),
-            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(SafetensorsFile::Open(path_ + "/below").status().code(), absl::StatusCode::kNotFound);
+  const auto refusal = [](const std::string& path) {
+    const absl::Status status = SafetensorsFile::Open(path).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_EQ(Text(status).find(path), 0u) << status;
+    return Text(status);
+  };
+  EXPECT_THAT(refusal(folder_.string()), HasSubstr("expected a file, given a folder"));
+  EXPECT_THAT(refusal("/dev/zero"), HasSubstr("given a device"));
+  EXPECT_THAT(refusal(path_ + std::string(300, 'x')), HasSubstr("name too long"));
+  // Nobody will ever write to it.
+  ASSERT_EQ(mkfifo(path_.c_str(), 0600), 0);
+  EXPECT_THAT(refusal(path_), HasSubstr("given a FIFO"));
+  std::filesystem::remove(path_);
+  std::filesystem::create_symlink("t.safetensors", path_);
+  EXPECT_THAT(refusal(path_), HasSubstr("symbolic links"));
+  std::filesystem::remove(path_);
+  const int listener = socket(AF_UNIX, SOCK_STREAM, 0);
+  sockaddr_un address = {};
+  address.sun_family = AF_UNIX;
+  ASSERT_LT(path_.size(), sizeof(address.sun_path));
+  path_.copy(address.sun_path, path_.size());
+  ASSERT_EQ(bind(listener, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  refusal(path_);
+  close(listener);
 }
 
 // A small valid file, three tensors.

@@ -42,6 +42,7 @@ class UncomputedExperts final : public Experts {
   explicit UncomputedExperts(int64_t hidden_size) : hidden_size_(hidden_size) {}
   void SetWeights(int64_t, ExpertWeights) override {}
   absl::Status Prepare() override { return absl::OkStatus(); }
+  int64_t bytes() const override { return 0; }
   absl::Status Forward(const ExpertBatch& batch, void* output) const override {
     const auto* rows = static_cast<const uint8_t*>(batch.rows.data);
     const int64_t bytes = batch.rows.shape[0] * hidden_size_ * BytesOf(batch.rows.dtype);

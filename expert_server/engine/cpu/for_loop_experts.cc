@@ -54,6 +54,18 @@ class ForLoopExperts : public Experts {
     return absl::OkStatus();
   }
 
+  int64_t bytes() const override {
+    size_t bytes = 0;
+    for (const ExpertWeights& weights : experts_) {
+      for (const Tensor* tensor :
+           {&weights.gate_up, &weights.down, &weights.gate_up_bias, &weights.down_bias,
+            &weights.gate_up_scales, &weights.down_scales}) {
+        bytes += tensor->num_bytes();
+      }
+    }
+    return static_cast<int64_t>(bytes);
+  }
+
   absl::Status Forward(const ExpertBatch& batch, void* output) const override {
     if (!prepared_) return absl::FailedPreconditionError("the layer has not been prepared");
     const int64_t hidden_size = descriptor_.hidden_size;

@@ -10,6 +10,11 @@
 namespace expertmesh {
 namespace {
 
+PackedWeights::Columns GateUpColumns(const ExpertDescriptor& descriptor) {
+  return descriptor.gated ? PackedWeights::Columns::kInterleavedHalves
+                          : PackedWeights::Columns::kPlain;
+}
+
 class GroupedExperts : public Experts {
  public:
   GroupedExperts(const ExpertDescriptor& descriptor, int64_t num_experts,
@@ -37,6 +42,11 @@ class GroupedExperts : public Experts {
   absl::Status Prepare() override {
     prepared_ = true;
     return absl::OkStatus();
+  }
+
+  int64_t bytes() const override {
+    return gate_up_.bytes() + down_.bytes() + (gate_up_bias_ ? gate_up_bias_->bytes() : 0) +
+           (down_bias_ ? down_bias_->bytes() : 0);
   }
 
   absl::Status Forward(const ExpertBatch& batch, void* output) const override {
@@ -67,11 +77,6 @@ class GroupedExperts : public Experts {
   }
 
  private:
-  static PackedWeights::Columns GateUpColumns(const ExpertDescriptor& descriptor) {
-    return descriptor.gated ? PackedWeights::Columns::kInterleavedHalves
-                            : PackedWeights::Columns::kPlain;
-  }
-
   // Fills groups, source and weights: padding is left out, so that output row i is that of
   // source[i].
   static void Plan(const ExpertBatch& batch, GroupedContext& context)
@@ -190,6 +195,18 @@ class GroupedExperts : public Experts {
 };
 
 }  // namespace
+
+int64_t BytesOfGroupedExpert(const ExpertDescriptor& descriptor) {
+  const auto matrix = [&descriptor](int64_t n, int64_t k, PackedWeights::Columns columns) {
+    const PackedWeights none(descriptor.weight_format, descriptor.weight_dtype, /*num=*/0, n, k,
+                             columns);
+    return none.blocks() * kBlockPanels * none.panel_bytes() +
+           (descriptor.has_bias ? PackedBias(1, n, columns).bytes() : 0);
+  };
+  return matrix(GateUpRows(descriptor), descriptor.hidden_size, GateUpColumns(descriptor)) +
+         matrix(descriptor.hidden_size, descriptor.intermediate_size,
+                PackedWeights::Columns::kPlain);
+}
 
 absl::StatusOr<std::unique_ptr<Experts>> MakeGroupedExperts(
     const ExpertDescriptor& descriptor, int64_t num_experts,

@@ -32,6 +32,10 @@ struct GroupedContext {
   std::vector<GemmGroup> groups ABSL_GUARDED_BY(mutex);
 };
 
+// Bytes of memory that the weights of one expert take there, padding included. The descriptor is
+// one that CheckComputed lets through.
+int64_t BytesOfGroupedExpert(const ExpertDescriptor& descriptor);
+
 // Errors of CheckComputed. Forward takes turns with all experts of the same context.
 absl::StatusOr<std::unique_ptr<Experts>> MakeGroupedExperts(
     const ExpertDescriptor& descriptor, int64_t num_experts,
