@@ -165,7 +165,7 @@ void Print(const Checkpoint& checkpoint, const std::vector<ExpertStore::Held>& s
     std::vector<int32_t> routed = shards[i].at(first_moe.layer);
     routed.erase(std::lower_bound(routed.begin(), routed.end(), first_moe.router.num_experts),
                  routed.end());
-    std::printf("             %zu/%zu: experts %s of each layer, %s\n", i, shards.size(),
+    std::printf("             %zu/%zu: experts %s of each layer, %s of weights\n", i, shards.size(),
                 routed.empty() ? "none" : IdRanges(routed).c_str(),
                 HumanBytes(ExpertStore::BytesOf(checkpoint, shards[i])).c_str());
   }

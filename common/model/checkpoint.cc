@@ -364,6 +364,7 @@ absl::StatusOr<const ExpertLayout*> FolderCheckpoint::ResolveExperts(
     if (!here) continue;
 
     std::optional<StoredAs> common;
+    std::string first;  // whose it is
     for (int32_t expert = 0; expert < std::max(num_experts, 1); ++expert) {
       for (Matrix& matrix : *matrices) {
         if (matrix.stacked > 0 && expert > 0) continue;
@@ -379,11 +380,14 @@ absl::StatusOr<const ExpertLayout*> FolderCheckpoint::ResolveExperts(
           continue;
         }
         ASSIGN_OR_RETURN(const StoredAs stored, UseMatrix(matrix, expert));
-        if (!common) common = stored;
+        if (!common) {
+          common = stored;
+          first = name;
+        }
         if (stored.dtype != common->dtype || stored.format != common->format) {
-          return absl::InvalidArgumentError(
-              absl::StrCat("tensor '", name, "' is ", stored.InWords(), ", expected ",
-                           common->InWords(), " like the layer's other experts"));
+          return absl::InvalidArgumentError(absl::StrCat("tensor '", name, "' is ",
+                                                         stored.InWords(), ", expected ",
+                                                         common->InWords(), " like '", first, "'"));
         }
         if (stored.scale_layout != common->scale_layout) {
           common->scale_layout = ScaleLayout::kMixed;

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "common/numerics/activation.h"
 #include "common/status.h"
 #include "common/tensor.h"
 #include "nlohmann/json.hpp"
@@ -973,6 +974,9 @@ absl::Status DescribeActivation(const json& config, const Family& family,
   experts->activation = known->second;
   ASSIGN_OR_RETURN(experts->activation_alpha, GetFloat(config, family.activation_alpha));
   ASSIGN_OR_RETURN(experts->activation_limit, GetMagnitude(config, family.activation_limit));
+  if (HasLimit(experts->activation) && experts->activation_limit == 0.0f) {
+    return Invalid(absl::StrJoin(family.activation_limit.names, " or "), "a positive number", "0");
+  }
   return absl::OkStatus();
 }
 

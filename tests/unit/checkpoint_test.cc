@@ -1002,6 +1002,22 @@ TEST_F(CheckpointTest, AFamilyIsOneEntryOfData) {
   }
 }
 
+TEST(DescribeModel, AClampHasALimit) {
+  json config = {{"model_type", "gpt_oss"}, {"num_hidden_layers", 1}, {"hidden_size", 4},
+                 {"intermediate_size", 4},  {"num_local_experts", 2}, {"num_experts_per_tok", 1},
+                 {"swiglu_limit", nullptr}};
+  ASSERT_TRUE(DescribeModel(config, BuiltInFamilies()).ok());
+  EXPECT_EQ(
+      DescribeModel(config, BuiltInFamilies())->description.layers[0].experts.activation_limit,
+      7.0f);
+  for (const json& bad : {json(0), json(-0.0), json(-7), json("7"), json(1e39)}) {
+    config["swiglu_limit"] = bad;
+    const absl::Status status = DescribeModel(config, BuiltInFamilies()).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << bad;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("swiglu_limit")) << bad;
+  }
+}
+
 // The page that people read names what the registry has.
 TEST(Readme, ListsTheFamiliesThatAreServed) {
   std::ifstream stream(EXPERTMESH_TEST_DATA "/../../README.md");

@@ -546,7 +546,9 @@ TEST_F(QuantizationTest, RefusesTensorsThatDoNotFit) {
   EXPECT_THAT(Refusal(folder), AllOf(HasSubstr("UNIMPLEMENTED"), HasSubstr("F8_E4M3")));
   folder = BlockFolder();  // one expert that is not quantised like the others
   folder.tensors[gate] = RandomTensor(DType::kBF16, {kIntermediate, kHidden}, 0.1f, rng);
-  EXPECT_THAT(Refusal(folder), AllOf(HasSubstr("expected BF16 (plain)"), HasSubstr("F8_E4M3")));
+  EXPECT_THAT(Refusal(folder),
+              AllOf(HasSubstr(absl::StrCat("expected BF16 (plain) like '", gate, "'")),
+                    HasSubstr("F8_E4M3")));
   folder = Mxfp4Folder();
   folder.config.erase("quantization_config");
   EXPECT_THAT(Refusal(folder), AllOf(HasSubstr("UNIMPLEMENTED"), HasSubstr("mxfp4")));
