@@ -27,29 +27,49 @@ namespace {
 
 constexpr int64_t kMaxMessageBytes = 64 << 10;
 
-// Two layers of 4 experts: 0 (F32, D = 4) and 2 (BF16, D = 9, no multiple of anything).
+// Layers of 4 experts: 0 (F32, D = 4), 2 (BF16, D = 9, no multiple of anything), 3 (fp8 of blocks,
+// whose input is weighed, and two shared experts with biases that are not gated) and 5 (MXFP4).
 const std::shared_ptr<const Checkpoint>& Model() {
   static const auto* checkpoint = [] {
-    std::vector<LayerDescription> layers;
-    for (const int32_t index : {0, 2}) {
-      LayerDescription& layer = layers.emplace_back();
-      layer.layer = index;
-      layer.router.num_experts = 4;
-      layer.router.top_k = 2;
-      layer.experts.hidden_size = index == 0 ? 4 : 9;
-      layer.experts.intermediate_size = index == 0 ? 2 : 3;
-      layer.experts.weight_dtype = index == 0 ? DType::kF32 : DType::kBF16;
-    }
+    std::vector<LayerDescription> layers(4);
+    const auto set = [&layers](size_t i, int32_t index, int64_t hidden, int64_t intermediate,
+                               WeightFormat format, DType dtype) {
+      layers[i].layer = index;
+      layers[i].router.num_experts = 4;
+      layers[i].router.top_k = 2;
+      ExpertDescriptor& experts = layers[i].experts;
+      experts.hidden_size = hidden;
+      experts.intermediate_size = intermediate;
+      experts.weight_format = format;
+      experts.weight_dtype = dtype;
+    };
+    set(0, 0, 4, 2, WeightFormat::kPlain, DType::kF32);
+    set(1, 2, 9, 3, WeightFormat::kPlain, DType::kBF16);
+    set(2, 3, 6, 2, WeightFormat::kFp8Block128, DType::kF8_E4M3);
+    set(3, 5, 2, 4, WeightFormat::kMxfp4, DType::kF4);
+    layers[2].router.weigh_input = true;
+    layers[2].shared.count = 2;
+    ExpertDescriptor& shared = layers[2].shared.experts;
+    shared.hidden_size = 6;
+    shared.intermediate_size = 3;
+    shared.activation = Activation::kRelu2;
+    shared.gated = false;
+    shared.has_bias = true;
+    shared.weight_dtype = DType::kF16;
     return new std::shared_ptr<const Checkpoint>(MakeCheckpoint(std::move(layers)));
   }();
   return *checkpoint;
 }
 
-// Experts 0, 2 and 3 of both layers.
+// Routed experts 0, 2 and 3 of all layers, and all shared ones.
 std::unique_ptr<ExpertStore> MakeStore(EngineKind engine) {
-  const std::vector<int32_t> experts = {0, 2, 3};
-  auto store = ExpertStore::Load(*Model(), {{0, experts}, {2, experts}},
-                                 MakeEngine({.kind = engine}), [](const LoadProgress&) {});
+  ExpertStore::Held held;
+  for (const LayerDescription& layer : Model()->model().layers) {
+    held[layer.layer] = {0, 2, 3};
+    for (int32_t e = 4; e < layer.num_held(); ++e) held[layer.layer].push_back(e);
+  }
+  auto store =
+      ExpertStore::Load(*Model(), held, MakeEngine({.kind = engine}), [](const LoadProgress&) {});
   FUZZ_CHECK(store.ok());
   return *std::move(store);
 }
@@ -61,17 +81,20 @@ struct Stores {
 
 bool Never() { return false; }
 
-// Routers let no other rows through, and no bits are promised for them.
-bool AllFinite(const Tensor& rows) {
+// Routers let no other rows and send no other weights, and no bits are promised for them.
+bool AllFinite(const Slice& slice) {
+  const Tensor& rows = slice.rows;
   for (int64_t i = 0; i < rows.num_elements(); ++i) {
     if (!std::isfinite(LoadFloat(rows.dtype(), rows.data(), i))) return false;
   }
-  return true;
+  const auto& weights = slice.header.input_weights();
+  return std::all_of(weights.begin(), weights.end(), [](float w) { return std::isfinite(w); });
 }
 
-// What one row gives alone, in a slice of its own.
-void CheckAlone(const ExpertStore& store, const Slice& slice, int32_t expert, int32_t row,
+// What the row of one position gives alone, in a slice of its own.
+void CheckAlone(const ExpertStore& store, const Slice& slice, int32_t expert, int position,
                 const std::byte* expected) {
+  const int32_t row = slice.header.gather(position);
   const int64_t width = slice.rows.dim(1);
   const int64_t row_bytes = width * BytesOf(slice.rows.dtype());
   Slice alone;
@@ -80,6 +103,9 @@ void CheckAlone(const ExpertStore& store, const Slice& slice, int32_t expert, in
   alone.header.add_expert_ids(expert);
   alone.header.add_m_sizes(1);
   alone.header.add_gather(0);
+  if (slice.header.input_weights_size() > 0) {
+    alone.header.add_input_weights(slice.header.input_weights(position));
+  }
   alone.rows = Tensor(slice.rows.dtype(), {1, width});
   std::memcpy(alone.rows.data(), slice.rows.data() + row * row_bytes,
               static_cast<size_t>(row_bytes));
@@ -103,7 +129,7 @@ absl::Status Compute(const Stores& stores, Bytes message) {
   const auto pairs = std::count_if(gather.begin(), gather.end(), [](int32_t r) { return r >= 0; });
   FUZZ_CHECK(answer.dtype() == ReplyDType(slice.rows.dtype()));
   FUZZ_CHECK(answer.shape() == (std::vector<int64_t>{pairs, slice.rows.dim(1)}));
-  if (!AllFinite(slice.rows)) return absl::OkStatus();
+  if (!AllFinite(slice)) return absl::OkStatus();
   FUZZ_CHECK(SameTensor(answer, *grouped));
   // Alone: looked at for the last row.
   const int64_t row_bytes = slice.rows.dim(1) * BytesOf(answer.dtype());
@@ -111,7 +137,7 @@ absl::Status Compute(const Stores& stores, Bytes message) {
   for (int group = slice.header.expert_ids_size() - 1; group >= 0; --group) {
     for (int64_t i = 0; i < slice.header.m_sizes(group); ++i) {
       if (gather[--position] < 0) continue;
-      CheckAlone(*stores.plain, slice, slice.header.expert_ids(group), gather[position],
+      CheckAlone(*stores.plain, slice, slice.header.expert_ids(group), position,
                  answer.data() + (pairs - 1) * row_bytes);
       return absl::OkStatus();
     }

@@ -17,15 +17,15 @@
 namespace expertmesh::fuzz {
 namespace {
 
-constexpr int kExperts = 6, kTopK = 3, kHiddenSize = 5;
+constexpr int kExperts = 6, kHiddenSize = 5;
 
 // Layers whose gates have nothing in common.
 std::shared_ptr<const Checkpoint> MakeModel() {
-  std::vector<LayerDescription> layers(5);
+  std::vector<LayerDescription> layers(10);
   for (size_t i = 0; i < layers.size(); ++i) {
     layers[i].layer = static_cast<int32_t>(i);
     layers[i].router.num_experts = kExperts;
-    layers[i].router.top_k = kTopK;
+    layers[i].router.top_k = 3;
     layers[i].experts.hidden_size = kHiddenSize;
     layers[i].experts.intermediate_size = 3;
   }
@@ -57,28 +57,59 @@ std::shared_ptr<const Checkpoint> MakeModel() {
   masked.mask_fill = MaskFill::kZero;
   masked.norm = WeightNorm::kPNorm;
   masked.norm_p = 2.0f;
+  // Shared experts, gated and averaged, beside routed ones of fp8.
+  layers[5].experts.weight_format = WeightFormat::kFp8Block128;
+  layers[5].experts.weight_dtype = DType::kF8_E4M3;
+  layers[5].shared = {2, layers[0].experts, /*gated_by_sigmoid=*/true, /*averaged=*/true};
+  // Weighed inputs, and experts that return them.
+  layers[6].router.weigh_input = true;
+  layers[6].router.identity_experts = 2;
+  layers[6].experts.weight_format = WeightFormat::kFp8Row;
+  layers[6].experts.weight_dtype = DType::kF8_E4M3;
+  layers[6].shared = {1, layers[1].experts};
+  // Norms before the gate and before the experts.
+  layers[7].router.input_norm = {true, 1e-6f, 0.5f};
+  layers[7].expert_input_norm = {true, 1e-6f};
+  layers[7].experts.activation = Activation::kClampedSwishGlu;
+  layers[7].experts.activation_alpha = 1.702f;
+  layers[7].experts.activation_limit = 1.0f;
+  layers[7].experts.has_bias = true;
+  // A dense layer, and one whose gate is two softmaxes.
+  layers[8].kind = LayerKind::kDense;
+  layers[8].router = {};
+  layers[8].shared = {1, layers[2].experts};
+  layers[9].router.score = ScoreFunction::kSparsemixer;
+  layers[9].router.top_k = 2;
+  layers[9].router.jitter = 0.1f;
+  layers[9].experts.activation = Activation::kRelu2;
+  layers[9].experts.gated = false;
   return MakeCheckpoint(std::move(layers));
+}
+
+const std::shared_ptr<const Checkpoint>& Model() {
+  static const auto* model = new std::shared_ptr<const Checkpoint>(MakeModel());
+  return *model;
 }
 
 // One server of plain loops, or two of the grouped engine that get rounds of two tokens.
 std::unique_ptr<Cluster> Serve(bool one) {
-  static const auto* model = new std::shared_ptr<const Checkpoint>(MakeModel());
   auto cluster = Cluster::Serve(
-      *model, one ? Cluster::Options{}
-                  : Cluster::Options{EngineKind::kGrouped, /*servers=*/2, /*max_tokens=*/2});
+      Model(), one ? Cluster::Options{}
+                   : Cluster::Options{EngineKind::kGrouped, /*servers=*/2, /*max_tokens=*/2});
   FUZZ_CHECK(cluster.ok());
   return *std::move(cluster);
 }
 
-void CheckRouting(const Routing& routing, int64_t tokens) {
-  FUZZ_CHECK(routing.topk_ids.shape() == (std::vector<int64_t>{tokens, kTopK}));
-  FUZZ_CHECK(routing.topk_weights.shape() == (std::vector<int64_t>{tokens, kTopK}));
-  FUZZ_CHECK(routing.logits.shape() == (std::vector<int64_t>{tokens, kExperts}));
+void CheckRouting(const RouterDescriptor& router, const Routing& routing, int64_t tokens) {
+  const int64_t num_ids = router.num_experts + router.identity_experts;
+  FUZZ_CHECK(routing.topk_ids.shape() == (std::vector<int64_t>{tokens, router.top_k}));
+  FUZZ_CHECK(routing.topk_weights.shape() == (std::vector<int64_t>{tokens, router.top_k}));
+  FUZZ_CHECK(routing.logits.shape() == (std::vector<int64_t>{tokens, num_ids}));
   for (int64_t token = 0; token < tokens; ++token) {
     std::set<int32_t> ids;
-    for (int64_t i = token * kTopK; i < (token + 1) * kTopK; ++i) {
+    for (int64_t i = token * router.top_k; i < (token + 1) * router.top_k; ++i) {
       const int32_t id = routing.topk_ids.as<int32_t>()[i];
-      FUZZ_CHECK(id >= 0 && id < kExperts && ids.insert(id).second);
+      FUZZ_CHECK(id >= 0 && id < num_ids && ids.insert(id).second);
       FUZZ_CHECK(std::isfinite(routing.topk_weights.as<float>()[i]));
     }
   }
@@ -100,18 +131,20 @@ void CheckMessage(const ForwardResult& result, bool with_logits) {
 // The last token alone gets the same as in its batch.
 void CheckAlone(const Cluster& cluster, const ForwardCall& call, const ForwardResult& result) {
   const int64_t last = call.hidden_states.dim(0) - 1;
+  const int64_t top_k = result.routing.topk_ids.dim(1);
   const size_t row_bytes = call.hidden_states.num_bytes() / static_cast<size_t>(last + 1);
   ForwardCall alone = call;
   alone.hidden_states = Tensor(call.hidden_states.dtype(), {1, kHiddenSize});
   std::memcpy(alone.hidden_states.data(), call.hidden_states.data() + last * row_bytes, row_bytes);
   const auto same = cluster.Forward(alone);
   FUZZ_CHECK(same.ok());
-  FUZZ_CHECK(std::memcmp(same->routing.topk_ids.data(),
-                         result.routing.topk_ids.as<int32_t>() + last * kTopK,
-                         kTopK * sizeof(int32_t)) == 0);
-  FUZZ_CHECK(std::memcmp(same->routing.topk_weights.data(),
-                         result.routing.topk_weights.as<float>() + last * kTopK,
-                         kTopK * sizeof(float)) == 0);
+  const auto same_row = [&](const Tensor& one, const Tensor& all) {
+    const size_t bytes = static_cast<size_t>(top_k) * sizeof(float);
+    return top_k == 0 ||
+           std::memcmp(one.data(), all.data() + static_cast<size_t>(last) * bytes, bytes) == 0;
+  };
+  FUZZ_CHECK(same_row(same->routing.topk_ids, result.routing.topk_ids));
+  FUZZ_CHECK(same_row(same->routing.topk_weights, result.routing.topk_weights));
   Tensor output(result.output.dtype(), {1, kHiddenSize});
   std::memcpy(output.data(), result.output.data() + last * row_bytes, row_bytes);
   FUZZ_CHECK(SameNumbers(same->output, output));
@@ -140,7 +173,7 @@ void Forward(Bytes message) {
     return;
   }
   const int64_t tokens = call->hidden_states.dim(0);
-  CheckRouting(result->routing, tokens);
+  CheckRouting(Model()->model().Find(call->layer)->router, result->routing, tokens);
   FUZZ_CHECK(result->output.dtype() == call->hidden_states.dtype());
   FUZZ_CHECK(result->output.shape() == call->hidden_states.shape());
   CheckMessage(*result, request.return_router_logits());

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "tests/fuzz/models.h"
 #include "tests/fuzz/targets.h"
 
 namespace expertmesh::fuzz {
@@ -40,6 +41,16 @@ TEST(FuzzCorpus, Safetensors) { EXPECT_GT(RunOver("safetensors", Safetensors), 1
 TEST(FuzzCorpus, Config) { EXPECT_GT(RunOver("config", Config), 10); }
 TEST(FuzzCorpus, Dispatch) { EXPECT_GT(RunOver("dispatch", Dispatch), 10); }
 TEST(FuzzCorpus, Forward) { EXPECT_GT(RunOver("forward", Forward), 10); }
+
+// A fuzzer that lacks a family's name does not find it.
+TEST(FuzzDictionary, HasEveryFamily) {
+  std::ifstream stream(EXPERTMESH_FUZZ_DATA "/config.dict");
+  const std::string words(std::istreambuf_iterator<char>(stream), {});
+  for (const Family& family : Families()) {
+    EXPECT_NE(words.find("\"\\\"" + family.model_type + "\\\"\""), std::string::npos)
+        << family.model_type;
+  }
+}
 
 }  // namespace
 }  // namespace expertmesh::fuzz

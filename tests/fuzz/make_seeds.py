@@ -100,6 +100,133 @@ def config():
         "topk_group": 2,
         "routed_scaling_factor": 2.5,
     }
+    deepseek = {**groups, "model_type": "deepseek_v3", "n_shared_experts": 1, "intermediate_size": 8}
+    qwen2 = {**qwen, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 16}
+    granite = {**mixtral, "model_type": "granitemoeshared", "shared_intermediate_size": 4}
+    nemotron = {
+        **groups,
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "ME*-",
+        "num_hidden_layers": 4,
+        "moe_shared_expert_intermediate_size": 4,
+        "mlp_hidden_act": "relu2",
+    }
+    dbrx = {
+        "model_type": "dbrx",
+        "n_layers": 2,
+        "d_model": 8,
+        "ffn_config": {
+            "ffn_hidden_size": 4,
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+            "moe_normalize_expert_weights": 1,
+            "ffn_act_fn": {"name": "silu"},
+        },
+    }
+    compressed = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}},
+    }
+    families = {
+        "kimi_k2": {**deepseek, "model_type": "kimi_k2", "n_group": 1, "topk_group": 1},
+        "deepseek_v2": {**deepseek, "model_type": "deepseek_v2", "topk_method": "group_limited_greedy"},
+        "mlp_layer_types": {**deepseek, "model_type": "solar_open", "mlp_layer_types": ["dense", "sparse"]},
+        "mimo": {**deepseek, "model_type": "mimo_v2_flash", "moe_layer_freq": [0, 1], "routed_scaling_factor": None},
+        "afmoe": {**groups, "model_type": "afmoe", "num_dense_layers": 1, "route_scale": 2.0, "intermediate_size": 8},
+        "laguna": {
+            **qwen2,
+            "model_type": "laguna",
+            "first_k_dense_replace": 1,
+            "moe_routed_scaling_factor": 2.5,
+            "moe_router_logit_softcapping": 30.0,
+        },
+        "hunyuan": {
+            **mixtral,
+            "model_type": "hunyuan_v1_moe",
+            "moe_topk": [2, 3],
+            "moe_intermediate_size": [32, 32],
+            "num_shared_expert": [1, 1],
+            "num_experts_per_tok": None,
+        },
+        "ernie": {
+            **sizes,
+            "model_type": "ernie4_5_moe",
+            "intermediate_size": 8,
+            "moe_intermediate_size": 4,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+            "moe_layer_end_index": -1,
+            "moe_norm_min": 1e-12,
+        },
+        "llama4": {
+            "model_type": "llama4",
+            "text_config": {**mixtral, "model_type": "llama4_text", "intermediate_size_mlp": 64, "moe_layers": [1]},
+        },
+        "gpt_oss": {**mixtral, "model_type": "gpt_oss", "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+        "jamba": {**mixtral, "model_type": "jamba", "expert_layer_period": 2, "expert_layer_offset": 1},
+        "phimoe": {**mixtral, "model_type": "phimoe", "router_jitter_noise": 0.01},
+        "lfm2": {
+            **groups,
+            "model_type": "lfm2_moe",
+            "num_experts": 8,
+            "num_dense_layers": 1,
+            "intermediate_size": 8,
+            "use_expert_bias": True,
+        },
+        "gemma4": {
+            "model_type": "gemma4",
+            "text_config": {**qwen, "top_k_experts": 2, "enable_moe_block": True, "rms_norm_eps": 1e-6},
+        },
+        "longcat": {
+            "model_type": "longcat_flash",
+            "num_layers": 1,
+            "hidden_size": 8,
+            "expert_ffn_hidden_size": 4,
+            "n_routed_experts": 4,
+            "zero_expert_num": 2,
+            "zero_expert_type": "identity",
+            "moe_topk": 3,
+            "routed_scaling_factor": 6.0,
+        },
+        "cohere2": {
+            **mixtral,
+            "model_type": "cohere2_moe",
+            "num_shared_experts": 1,
+            "expert_selection_fn": "sigmoid",
+            "shared_expert_combination_strategy": "sum",
+        },
+        "minimax_m2": {**mixtral, "model_type": "minimax_m2", "scoring_func": "sigmoid", "use_routing_bias": True},
+        "mistral4": {**groups, "model_type": "mistral4"},
+        "hy_v3": {**groups, "model_type": "hy_v3", "router_scaling_factor": 2.0, "num_shared_experts": 1},
+        "inside": {"model_type": "see_and_speak", "text_config": qwen2},
+        "deepseek_v3": deepseek,
+        "qwen2": qwen2,
+        "granite": granite,
+        "nemotron": nemotron,
+        "dbrx": dbrx,
+    }
+    quantised = {
+        "fp8": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
+        "fp8_one_scale": {"quant_method": "fp8", "modules_to_not_convert": ["gate", "lm_head"]},
+        "compressed": compressed,
+        "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]},
+        "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+    }
+    refused = {
+        "format": {**compressed, "format": "nvfp4-pack-quantized"},
+        "sparse": {**compressed, "sparsity_config": {"format": "sparse-24-bitmask"}},
+        "groups": {**compressed, "config_groups": {}},
+        "strategy": {**compressed, "config_groups": {"a": {"weights": {"num_bits": 8, "type": "float", "strategy": "x"}}}},
+        "int": {**compressed, "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}}}},
+        "blocks": {"quant_method": "fp8", "weight_block_size": [64, 64]},
+        "fmt": {"quant_method": "fp8", "fmt": "e5m2"},
+        "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        "list": {"quant_method": "mxfp4", "ignore": "lm_head"},
+        "awq": {"quant_method": "awq", "bits": 4},
+    }
     changed = {
         "smallest": mixtral,
         "valid_qwen3_moe": qwen,
@@ -127,6 +254,12 @@ def config():
         "hostile_section": {"model_type": "every_key", "text_config": 1},
         "hostile_list": [mixtral],
     }
+    changed |= {f"valid_{name}": value for name, value in families.items()}
+    changed |= {f"valid_{name}": {**mixtral, "quantization_config": value} for name, value in quantised.items()}
+    changed |= {f"hostile_{name}": {**mixtral, "quantization_config": value} for name, value in refused.items()}
+    changed["hostile_refused"] = {**mixtral, "model_type": "zaya"}
+    changed["hostile_sparsemixer"] = {**families["phimoe"], "num_experts_per_tok": 3}
+    changed["hostile_pattern"] = {**nemotron, "hybrid_override_pattern": "ME?-"}
     seeds = {name: json.dumps(value).encode() for name, value in changed.items()}
     seeds["hostile_comment"] = b'{"a": 1 /* no */}'
     seeds["hostile_nan"] = b'{"a": NaN}'
@@ -190,6 +323,7 @@ def slice_of(layer, experts, m_sizes, gather, rows, extra=b""):
 def dispatch():
     rows = tensor_of(F32, [2, 4], floats(8))
     wide = tensor_of(BF16, [3, 9], halves(27))
+    six = tensor_of(F32, [2, 6], floats(12))
     good = slice_of(0, [0, 2], [2, 1], [0, 1, 1], rows)
     return {
         "smallest": number(3, 1) + block(15, number(1, F32) + packed(2, [0, 4])),
@@ -199,6 +333,14 @@ def dispatch():
         "valid_f16": slice_of(2, [0, 2, 3], [1, 1, 1], [0, 0, 0], tensor_of(F16, [1, 9], bytes(18))),
         "valid_no_rows": slice_of(0, [], [], [], tensor_of(F32, [0, 4], b"")),
         "valid_tensor_first": block(15, rows) + number(3, 1) + number(99, 1) + packed(4, [0]) + packed(5, [0]),
+        "valid_weighed": slice_of(
+            3, [0, 2], [2, 1], [0, 1, 1], six, block(9, struct.pack("<3f", 0.5, 1.0, -2.0))
+        ),
+        "valid_shared": slice_of(3, [4, 5], [2, 2], [0, 1, 0, 1], six, block(9, struct.pack("<4f", 1, 1, 1, 1))),
+        "valid_routed_and_shared": slice_of(
+            3, [3, 5], [1, 2], [1, 0, -1], six, block(9, struct.pack("<3f", 3.0, 1.0, 1.0))
+        ),
+        "valid_mxfp4": slice_of(5, [0, 3], [1, 2], [1, 0, 1], tensor_of(BF16, [2, 2], halves(4))),
         "reply_rows": number(1, 7) + block(15, rows),
         "reply_error": number(1, 7) + number(2, 14) + block(3, b"what went wrong"),
         "reply_full": number(1, 7) + number(2, 8) + block(3, b"full") + number(4, 100),
@@ -213,6 +355,10 @@ def dispatch():
         "hostile_sizes_overflow": slice_of(0, [0, 2], [2**63 - 1, 2**63 - 1], [0, 1, 1], rows),
         "hostile_fewer_sizes": slice_of(0, [0, 2], [3], [0, 1, 1], rows),
         "hostile_width": slice_of(0, [0], [1], [0], tensor_of(F32, [2, 3], floats(6))),
+        "hostile_no_weights": slice_of(3, [0], [1], [0], six),
+        "hostile_weights": slice_of(0, [0], [1], [0], rows, block(9, struct.pack("<f", 1.0))),
+        "hostile_nan_weight": slice_of(3, [0], [1], [0], six, block(9, b"\0\0\xc0\x7f")),
+        "hostile_shared_elsewhere": slice_of(0, [4], [1], [0], rows),
         "hostile_rank": slice_of(0, [0], [1], [0], tensor_of(F32, [8], floats(8))),
         "hostile_dtype": slice_of(0, [0], [1], [0], tensor_of(I32, [2, 4], floats(8))),
         "hostile_bytes": slice_of(0, [0], [1], [0], tensor_of(F32, [2, 4], floats(7))),
@@ -233,7 +379,10 @@ def forward():
         "valid_bf16": number(4, 1) + block(15, tensor_of(BF16, [3, 5], halves(15))),
         "valid_no_tokens": number(1, 0) + block(15, tensor_of(F16, [0, 5], b"")),
         "valid_pins": block(2, b"fingerprint") + number(3, 3) + number(10, 100) + rows,
+        **{f"valid_layer_{layer}": number(1, layer) + rows for layer in range(2, 10)},
         "hostile_reserved": number(5, 1) + block(6, b"context") + block(7, tensor_of(I32, [1], bytes(4))) + rows,
+        "hostile_layer": number(1, 10) + rows,
+        "hostile_shared_logits": number(1, 5) + block(15, tensor_of(F32, [1, 5], struct.pack("<5f", *[3e38] * 5))),
         "hostile_nan": block(15, tensor_of(F32, [1, 5], b"\0\0\xc0\x7f" * 5)),
         "hostile_not_utf8": block(2, b"\xff\xfe") + rows,
         "hostile_two_tensors": rows + rows,

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "absl/types/span.h"
@@ -21,19 +21,25 @@ absl::Span<const Family> Families();
 struct TinyModel {
   const Family* family;
   nlohmann::json config;   // of its config.json
-  LayerDescription layer;  // its only MoE layer
+  LayerDescription layer;  // its only one
+  Quantization quantization;
 };
 
-// One of each of a few of Families().
+// Of some of Families(): all that gates, experts and their files may have.
 const std::vector<TinyModel>& TinyModels();
 
 using Shape = std::vector<int64_t>;
 
-// Names and shapes of the tensors that a model has in a layout, the gate first.
-std::vector<std::pair<std::string, Shape>> TensorsOf(const TinyModel& model,
-                                                     const ExpertLayout& layout);
+struct TinyTensor {
+  std::string name;
+  Shape shape;
+  std::optional<DType> dtype = {};  // none: any that weights may have
+};
 
-// A safetensors file of these tensors with random weights. Layouts are numbered as the family's.
+// The tensors that a model has in a layout, the gate first.
+std::vector<TinyTensor> TensorsOf(const TinyModel& model, const ExpertLayout& layout);
+
+// A safetensors file of these tensors with random weights, in `dtype` where any will do.
 std::string MakeWeights(const TinyModel& model, const ExpertLayout& layout, DType dtype);
 
 // A checkpoint of no files, with random weights. Its fingerprint is "fingerprint".

@@ -42,7 +42,9 @@ void AddModel(json& header, Random& random) {
   if (Below(4, random) == 0) tensors.erase(tensors.begin() + Below(tensors.size(), random));
   static const std::vector<std::string> kDTypes = {"F32", "BF16", "F16"};
   const std::string& dtype = AnyOf(kDTypes, random);
-  for (const auto& [name, shape] : tensors) header[name] = Entry(dtype, shape);
+  for (const auto& tensor : tensors) {
+    header[tensor.name] = Entry(tensor.dtype ? NameOf(*tensor.dtype) : dtype, tensor.shape);
+  }
 }
 
 // Changes one of the header's tensors.
@@ -60,7 +62,7 @@ void ChangeTensor(json& header, Random& random) {
       return;
     case 1: {
       const TinyModel& model = AnyOf(TinyModels(), random);
-      name = AnyOf(TensorsOf(model, AnyOf(model.family->layouts, random)), random).first;
+      name = AnyOf(TensorsOf(model, AnyOf(model.family->layouts, random)), random).name;
       break;
     }
     case 2:
@@ -70,8 +72,8 @@ void ChangeTensor(json& header, Random& random) {
       }
       break;
     case 3: {
-      static const std::vector<std::string> kDTypes = {"F32", "BF16", "F16", "I32",    "F64",
-                                                       "U8",  "F4",   "I64", "F8_E4M3"};
+      static const std::vector<std::string> kDTypes = {"F32", "BF16", "F16", "I32",     "F64",
+                                                       "U8",  "F4",   "I64", "F8_E4M3", "F8_E8M0"};
       entry["dtype"] = AnyOf(kDTypes, random);
       break;
     }
