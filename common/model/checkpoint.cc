@@ -340,6 +340,7 @@ absl::StatusOr<const ExpertLayout*> FolderCheckpoint::ResolveExperts(
     if (!here) continue;
 
     std::optional<std::pair<DType, WeightFormat>> common;
+    std::string first;  // whose they are
     for (int32_t expert = 0; expert < std::max(num_experts, 1); ++expert) {
       for (Matrix& matrix : *matrices) {
         if (matrix.stacked > 0 && expert > 0) continue;
@@ -360,8 +361,9 @@ absl::StatusOr<const ExpertLayout*> FolderCheckpoint::ResolveExperts(
           return absl::InvalidArgumentError(
               absl::StrCat("tensor '", name, "' is ", NameOf(type.first), " (", NameOf(type.second),
                            "), expected ", NameOf(common->first), " (", NameOf(common->second),
-                           ") like the layer's other experts"));
+                           ") like '", first, "'"));
         }
+        if (!common) first = name;
         common = type;
       }
     }
