@@ -186,12 +186,13 @@ absl::StatusOr<StoredMatrix> FindMatrix(
     const std::function<std::optional<DType>(const std::string&)>& dtype_of) {
   const std::optional<DType> dtype = dtype_of(name);
   const std::string blocks = name + "_blocks";
-  if (!dtype && dtype_of(blocks)) {
+  const std::string exponents = name + "_scales";
+  if (!dtype && (dtype_of(blocks) || (quantization.mxfp4 && dtype_of(exponents)))) {
     if (!quantization.mxfp4) {
       return absl::UnimplementedError(absl::StrCat(
           "tensor '", blocks, "': config.json has no quantization_config of quant_method mxfp4"));
     }
-    return StoredMatrix{WeightFormat::kMxfp4, blocks, name + "_scales"};
+    return StoredMatrix{WeightFormat::kMxfp4, blocks, exponents};
   }
   if (dtype != DType::kF8_E4M3) return StoredMatrix{WeightFormat::kPlain, name, ""};
   if (quantization.fp8 == Quantization::Fp8::kNone) {

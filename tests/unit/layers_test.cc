@@ -94,6 +94,31 @@ std::vector<NamedLayer> Layers() {
   layer->experts.weight_dtype = DType::kF32;
   layer = add("OneExpert", WithShared(Routed(), 1));
   layer->router.num_experts = layer->router.top_k = 1;
+  // Quantised: two blocks in a row of each matrix, the second not whole; biases and other formats
+  // beside them.
+  for (const WeightType& type : AllWeightTypes()) {
+    if (type.format == WeightFormat::kPlain) continue;
+    const bool blocks = type.format == WeightFormat::kFp8Block128;
+    const int64_t hidden = blocks ? 144 : 46, width = blocks ? 130 : 38;
+    const auto expert = [&](Activation activation, bool has_bias, int64_t f) {
+      return Expert(activation, has_bias, type, hidden, f);
+    };
+    const std::string name = NameOf(type.format);
+    layer = add(name, Routed());
+    layer->experts = expert(Activation::kSiluGlu, false, width);
+    layer = add(name + "_Biases", Routed());
+    layer->experts = expert(Activation::kClampedSwishGlu, true, width);
+    layer = add(name + "_SharedAlike", Routed());
+    layer->experts = expert(Activation::kGeluTanhGlu, false, 6);
+    layer->shared = {.count = 1, .experts = expert(Activation::kSiluGlu, true, width)};
+    layer = add(name + "_SharedPlain", WithShared(Routed(), 2));
+    layer->experts = expert(Activation::kRelu2, false, width);
+    layer->shared.experts.hidden_size = hidden;
+    layer->router.weigh_input = true;
+    layer = add(name + "_Dense", Dense(1));
+    layer->experts.hidden_size = hidden;
+    layer->shared.experts = expert(Activation::kSiluGlu, false, width);
+  }
   return layers;
 }
 
@@ -121,7 +146,9 @@ class LayersTest : public ::testing::TestWithParam<std::tuple<NamedLayer, DType>
   DType dtype() const { return std::get<1>(GetParam()); }
 
   const std::shared_ptr<const Checkpoint> checkpoint_ = Made(named().layer);
-  const Tensor tokens_ = Tokens(dtype(), kTokens);
+  // Fewer of the wide ones, so that restating them does not take long.
+  const int64_t num_tokens_ = named().layer.experts.hidden_size == kHidden ? kTokens : 29;
+  const Tensor tokens_ = Tokens(dtype(), num_tokens_, named().layer.experts.hidden_size);
   const Expected expected_ = Restate(*checkpoint_, kLayer, tokens_);
 };
 
@@ -130,10 +157,10 @@ TEST_P(LayersTest, HasTheBitsOfTheContractWhateverTheCluster) {
     for (const EngineKind engine : {EngineKind::kGrouped, EngineKind::kForLoop}) {
       SCOPED_TRACE(absl::StrCat(num_servers, " servers, ", NameOf(engine)));
       auto router = Cluster(checkpoint_, num_servers, kAtOnce, engine);
-      ExpectForward(*router, tokens_, expected_, 0, kTokens);
+      ExpectForward(*router, tokens_, expected_, 0, num_tokens_);
       for (int64_t t = 0; t < 12; ++t) ExpectForward(*router, tokens_, expected_, t, 1);
       router = Cluster(checkpoint_, num_servers, kAtOnce, engine, {.max_tokens = 7});
-      ExpectForward(*router, tokens_, expected_, 0, kTokens);
+      ExpectForward(*router, tokens_, expected_, 0, num_tokens_);
     }
   }
 }
@@ -146,9 +173,9 @@ TEST_P(LayersTest, HasTheBitsOfTheContractHoweverCallsAreMerged) {
   std::vector<std::thread> callers;
   for (int c = 0; c < 6; ++c) {
     callers.emplace_back([&, c] {
-      for (int64_t begin = c; begin < kTokens; begin += 9) {
+      for (int64_t begin = c; begin < num_tokens_; begin += 9) {
         ExpectForward(*router, tokens_, expected_, begin,
-                      std::min<int64_t>(1 + c * 5, kTokens - begin));
+                      std::min<int64_t>(1 + c * 5, num_tokens_ - begin));
       }
     });
   }
@@ -396,9 +423,10 @@ TEST(Layers, NoTokensNeedNothing) {
   options.startup_grace = absl::ZeroDuration();
   for (const NamedLayer& named : Layers()) {
     const auto router = MakeRouter(Made(named.layer), options);
-    const auto result = Forward(*router, Call(Tensor(DType::kF16, {0, kHidden})));
+    const auto result =
+        Forward(*router, Call(Tensor(DType::kF16, {0, named.layer.experts.hidden_size})));
     ASSERT_TRUE(result.ok()) << result.status();
-    EXPECT_THAT(result->output.shape(), ElementsAre(0, kHidden));
+    EXPECT_THAT(result->output.shape(), ElementsAre(0, named.layer.experts.hidden_size));
     EXPECT_THAT(result->routing.topk_ids.shape(), ElementsAre(0, named.layer.router.top_k));
   }
 }

@@ -538,6 +538,11 @@ TEST_F(QuantizationTest, RefusesTensorsThatDoNotFit) {
   folder.tensors[gate + "_scale_inv"] = Scales(DType::kF32, {1, 2}, rng);
   EXPECT_THAT(Refusal(folder),
               AllOf(HasSubstr(gate + "_scale_inv"), HasSubstr("[1, 2]"), HasSubstr("[2, 3]")));
+  folder = BlockFolder();  // the scales of another projection
+  std::swap(folder.tensors[gate + "_scale_inv"],
+            folder.tensors[absl::StrCat(kMlp, "experts.0.down_proj.weight_scale_inv")]);
+  EXPECT_THAT(Refusal(folder), AllOf(HasSubstr("weight_scale_inv'"), HasSubstr("shape [3, 2]"),
+                                     HasSubstr("expected [2, 3]")));
   folder = BlockFolder();
   folder.tensors[gate + "_scale_inv"] = Tensor(DType::kI32, {2, 3});
   EXPECT_THAT(Refusal(folder), AllOf(HasSubstr(gate + "_scale_inv"), HasSubstr("I32")));
@@ -657,6 +662,31 @@ TEST(QuantizationConfig, MayBeInTheSection) {
                     HasSubstr("contradict")));
   EXPECT_THAT(describe(nullptr, json{{"quant_method", "gptq"}}).status().ToString(),
               AllOf(HasSubstr("UNIMPLEMENTED"), HasSubstr("gptq")));
+}
+
+// What is there a second time, in another form, would be used by some and not by others.
+TEST_F(QuantizationTest, RefusesWhatIsThereTwice) {
+  std::mt19937 rng(38);
+  const std::string gate = absl::StrCat(kMlp, "experts.0.gate_proj.weight");
+  Folder folder = BlockFolder();
+  folder.tensors[gate + "_scale"] = Scales(DType::kF32, {kIntermediate, 1}, rng);
+  EXPECT_THAT(Refusal(folder), AllOf(HasSubstr("UNIMPLEMENTED"), HasSubstr(gate + "_scale'")));
+  folder = BlockFolder();  // dequantised, with the scales left behind
+  for (auto& [name, tensor] : folder.tensors) {
+    if (tensor.dtype() != DType::kF8_E4M3) continue;
+    tensor = RandomTensor(DType::kBF16, tensor.shape(), 0.1f, rng);
+  }
+  EXPECT_THAT(Refusal(folder), AllOf(HasSubstr("UNIMPLEMENTED"), HasSubstr("_scale_inv'")));
+  for (const char* name : {"gate_up_proj", "down_proj"}) {
+    const std::string matrix = absl::StrCat(kMlp, "experts.", name);
+    const bool down = std::string(name) == "down_proj";
+    folder = Mxfp4Folder();
+    folder.tensors[matrix] = RandomTensor(
+        DType::kBF16,
+        {kExperts, down ? kIntermediate : kHidden, down ? kHidden : 2 * kIntermediate}, 0.1f, rng);
+    EXPECT_THAT(Refusal(folder), AllOf(HasSubstr(absl::StrCat(matrix, "'")), HasSubstr("plain"),
+                                       HasSubstr("mxfp4")));
+  }
 }
 
 TEST(QuantizationConfig, OthersAreRefusedByName) {

@@ -140,6 +140,7 @@ inline std::vector<float> WeighedInput(DType dtype, float weight, const std::vec
 }
 
 struct Expected {
+  int64_t hidden_size = 0;
   int64_t top_k = 0;
   int64_t num_ids = 0;
   std::vector<int32_t> ids;    // [T, K]
@@ -162,6 +163,7 @@ inline Expected Restate(const Checkpoint& checkpoint, int32_t layer_index,
     experts.push_back(*checkpoint.ReadExpert(layer_index, e));
   }
   Expected expected;
+  expected.hidden_size = hidden_size;
   expected.top_k = router.top_k;
   expected.num_ids = router.num_experts + router.identity_experts;
   for (int64_t t = 0; t < hidden_states.dim(0); ++t) {
@@ -218,7 +220,7 @@ inline Expected Restate(const Checkpoint& checkpoint, int32_t layer_index,
 inline void ExpectResult(const ForwardResult& result, const Expected& expected, DType dtype,
                          int64_t begin, int64_t tokens) {
   ASSERT_EQ(result.output.dtype(), dtype);
-  ASSERT_THAT(result.output.shape(), ::testing::ElementsAre(tokens, kHidden));
+  ASSERT_THAT(result.output.shape(), ::testing::ElementsAre(tokens, expected.hidden_size));
   ASSERT_THAT(result.routing.topk_ids.shape(), ::testing::ElementsAre(tokens, expected.top_k));
   ASSERT_THAT(result.routing.topk_weights.shape(), ::testing::ElementsAre(tokens, expected.top_k));
   ASSERT_THAT(result.routing.logits.shape(), ::testing::ElementsAre(tokens, expected.num_ids));
@@ -229,12 +231,12 @@ inline void ExpectResult(const ForwardResult& result, const Expected& expected, 
   EXPECT_TRUE(same(result.routing.topk_ids, expected.ids, expected.top_k));
   EXPECT_TRUE(same(result.routing.topk_weights, expected.weights, expected.top_k));
   EXPECT_TRUE(same(result.routing.logits, expected.logits, expected.num_ids));
-  for (int64_t i = 0; i < tokens * kHidden; ++i) {
+  for (int64_t i = 0; i < tokens * expected.hidden_size; ++i) {
     const float got = LoadFloat(dtype, result.output.data(), i);
-    const float value = expected.output[begin * kHidden + i];
+    const float value = expected.output[begin * expected.hidden_size + i];
     ASSERT_EQ(std::bit_cast<uint32_t>(got), std::bit_cast<uint32_t>(value))
-        << "token " << begin + i / kHidden << ", channel " << i % kHidden << ": expected " << value
-        << ", got " << got;
+        << "token " << begin + i / expected.hidden_size << ", channel " << i % expected.hidden_size
+        << ": expected " << value << ", got " << got;
   }
 }
 
@@ -420,9 +422,9 @@ inline void ExpectForward(Router& router, const Tensor& hidden_states, const Exp
   ExpectResult(*result, expected, hidden_states.dtype(), begin, tokens);
 }
 
-inline Tensor Tokens(DType dtype, int64_t tokens) {
+inline Tensor Tokens(DType dtype, int64_t tokens, int64_t hidden_size = kHidden) {
   std::mt19937 rng(9);
-  return RandomTensor(dtype, {tokens, kHidden}, 1.0f, rng);
+  return RandomTensor(dtype, {tokens, hidden_size}, 1.0f, rng);
 }
 
 }  // namespace expertmesh
