@@ -362,7 +362,7 @@ TEST_F(FolderTest, JoinedExpertsThatAreQuantisedAreRefused) {
     EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
     EXPECT_THAT(std::string(status.message()),
                 AllOf(HasSubstr("transformer.blocks.0.ffn.experts.mlp.w1"),
-                      HasSubstr("quantised weights of this layout are not read")));
+                      HasSubstr("all experts are rows of this one matrix")));
   }
 }
 

@@ -612,34 +612,6 @@ TEST_F(QuantizationTest, RefusesPackedTensorsByName) {
               AllOf(HasSubstr("UNIMPLEMENTED"), HasSubstr(gate), HasSubstr("F8_E4M3")));
 }
 
-// All experts as rows of one matrix.
-TEST_F(QuantizationTest, RefusesQuantisedExpertsThatAreJoined) {
-  std::mt19937 rng(40);
-  Folder folder{
-      {{"model_type", "dbrx"},
-       {"n_layers", 1},
-       {"d_model", kHidden},
-       {"ffn_config",
-        {{"ffn_hidden_size", kIntermediate}, {"moe_num_experts", kExperts}, {"moe_top_k", 2}}},
-       {"quantization_config", kBlockFp8}},
-      {}};
-  const std::string block = "transformer.blocks.0.ffn.";
-  folder.tensors[block + "router.layer.weight"] =
-      RandomTensor(DType::kBF16, {kExperts, kHidden}, 0.1f, rng);
-  for (const char* name : {"w1", "v1", "w2"}) {
-    folder.tensors[absl::StrCat(block, "experts.mlp.", name)] =
-        RandomTensor(DType::kBF16, {kExperts * kIntermediate, kHidden}, 0.1f, rng);
-  }
-  EXPECT_EQ(Refusal(folder), "accepted");
-  folder.tensors[block + "experts.mlp.v1"] = Codes({kExperts * kIntermediate, kHidden}, rng);
-  folder.tensors[block + "experts.mlp.v1_scale_inv"] = Scales(DType::kF32, {4, 3}, rng);
-  EXPECT_THAT(
-      Refusal(folder),
-      AllOf(HasSubstr("UNIMPLEMENTED"), HasSubstr("'transformer.blocks.0.ffn.experts.mlp.v1'"),
-            HasSubstr("fp8_block128"), HasSubstr("rows of this one matrix"),
-            HasSubstr("expected F32, BF16 or F16")));
-}
-
 // A language model's section may speak of quantisation, but not contradict.
 TEST(QuantizationConfig, MayBeInTheSection) {
   json text = Config("qwen3_5_moe_text", nullptr);
