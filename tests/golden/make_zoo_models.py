@@ -230,6 +230,13 @@ def qwen3_vl(experts: int, top_k: int) -> dict[str, Any]:
     return {"text_config": text, "vision_config": vision}
 
 
+def transposed(config: dict[str, Any], tensors: Tensors) -> None:
+    """Stacked experts as [in, out], which transformers reads but does not write."""
+    for name, tensor in list(tensors.items()):
+        if ".mlp.experts." in name:
+            tensors[name] = tensor.transpose(1, 2).contiguous()
+
+
 def exaone_names(config: dict[str, Any], tensors: Tensors) -> None:
     for name in list(tensors):
         if name.endswith("mlp.gate.e_score_correction_bias"):
@@ -246,7 +253,7 @@ def laguna_names(config: dict[str, Any], tensors: Tensors) -> None:
 def mimo_names(config: dict[str, Any], tensors: Tensors) -> None:
     """The list of the layers that have experts goes by numbers."""
     kinds = config.pop("mlp_layer_types")
-    config.update(moe_layer_freq=[int(kind == "sparse") for kind in kinds], n_shared_experts=None)
+    config.update(moe_layer_freq=[int(kind == "sparse") for kind in kinds])
     config.update(scoring_func="sigmoid", topk_method="noaux_tc")
     for name in list(tensors):
         if name.endswith("self_attn.sinks"):
@@ -452,8 +459,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", qwen3_5),
     "qwen3_5_moe": Family("Qwen3_5MoeForCausalLM", qwen3_5, released=qwen3_5_names),
-    # transformers has its stacked experts under their released names, but not transposed.
-    "qwen3_vl_moe": Family("Qwen3VLMoeForConditionalGeneration", qwen3_vl, layouts=("released",)),
+    "qwen3_vl_moe": Family(
+        "Qwen3VLMoeForConditionalGeneration", qwen3_vl, released=transposed, layouts=("released",)
+    ),
     "granitemoehybrid": Family(
         "GraniteMoeHybridForCausalLM",
         lambda e, k: mixtral_like(
@@ -481,7 +489,9 @@ FAMILIES: dict[str, Family] = {
         GROUPED_SHAPES,
         released=with_next_token_layer(**V3_KEYS),
     ),
-    "solar_open": Family("SolarOpenForCausalLM", lambda e, k: deepseek(e, k, **HEADS)),
+    "solar_open": Family(
+        "SolarOpenForCausalLM", lambda e, k: deepseek(e, k, **HEADS, first_k_dense_replace=0)
+    ),
     "exaone_moe": Family(
         "ExaoneMoeForCausalLM",
         lambda e, k: {
@@ -497,6 +507,7 @@ FAMILIES: dict[str, Family] = {
         "MiMoV2FlashForCausalLM",
         lambda e, k: {
             **deepseek(e, k, **HEADS),
+            "n_shared_experts": None,
             "v_head_dim": 6,
             "sliding_window": 16,
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
@@ -557,6 +568,8 @@ def make_model(family: str, dtype: str, experts: int, top_k: int, seed: int = 0,
                 tensor.add_(0.2 * torch.randn_like(tensor))
             elif "norm" in name or name.endswith("router.scale"):
                 tensor.add_(0.1 * torch.randn_like(tensor))
+            elif tensor.dim() > 1 and not tensor.any():  # routers that start with zeros
+                tensor.normal_(std=0.1)
         model.to(DTYPES[dtype])
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if re.search(known.fp32, name):

@@ -203,6 +203,8 @@ class RemoteMoeBlock(nn.Module):
         if router is not None:  # not a dense MLP
             # transformers may look for it by its name.
             self.router_name = family.router or "router"
+            # Where logits are capped, those that transformers records are.
+            self.softcap = float(getattr(router, "router_logit_softcapping", 0.0))
             setattr(self, self.router_name, _stand_in(router))
 
     def forward(self, hidden_states: torch.Tensor) -> Any:
@@ -224,10 +226,12 @@ class RemoteMoeBlock(nn.Module):
         output = _from_numpy(result.output).to(device).reshape(hidden_states.shape)
         if router is None:
             return output
-        logits = result.router_logits
+        logits = None if result.router_logits is None else _from_numpy(result.router_logits)
+        if logits is not None and self.softcap > 0:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
         recorded = self.family.recorded(
             (
-                None if logits is None else _from_numpy(logits).to(device, dtype),
+                None if logits is None else logits.to(device, dtype),
                 _from_numpy(result.topk_weights).to(device),
                 _from_numpy(result.topk_ids).to(device, torch.int64),
             )
