@@ -114,6 +114,9 @@ def test_bad_scales_are_named(served):
     refused(lambda: load_with(**{scale: torch.zeros(1)}), scale, "positive")
     refused(lambda: load_with(**{scale: torch.full((1,), torch.inf)}), scale, "finite")
     refused(lambda: load_with(**{weight: tensors[weight].to(torch.float8_e5m2)}), weight, "F8_E5M2")
+    codes = tensors[weight].view(torch.uint8).clone()
+    codes[2, 1] = 0x7F
+    refused(lambda: load_with(**{weight: codes.view(torch.float8_e4m3fn)}), weight, "not a number")
     del tensors[scale]
     refused(load_with, weight, "no scales", scale)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from expertmesh.torch import RemoteMoeBlock, from_pretrained, patch, unpatch
 from transformers import CONFIG_MAPPING
-from zoo import FAMILIES, Files, check_blocks, make_model, moe_blocks, relative, save
+from zoo import FAMILIES, Files, check_blocks, make_model, moe_blocks, relative, rows, save
 
 WHOLE_MODEL_BOUND = 1e-5
 # Each family's shapes (experts and top_k) in turn, in another dtype and layout.
@@ -63,6 +63,20 @@ def test_whole_model(cluster, tmp_path, family):
         assert relative(model(ids).logits, expected) <= WHOLE_MODEL_BOUND
         unpatch(model)
         assert torch.equal(model(ids).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "shared", "identity"), [("longcat_flash", (0, 0), 4), ("deepseek_v3", (1, 42), 0)]
+)
+def test_layers_say_what_they_have_beside_experts(cluster, tmp_path, family, shared, identity):
+    folder = save(make_model(family, "f32", *FAMILIES[family].shapes[0]), tmp_path / "model", family, "released")
+    with expertmesh.Client(cluster(folder), max_message_bytes=8192) as client:
+        layer = client.model().layers[-1]
+        assert (layer.num_shared_experts, layer.shared_intermediate_size) == shared
+        assert layer.num_identity_experts == identity
+        x = rows(100, 0).numpy()  # in parts
+        logits = client.forward(layer.layer, x, return_router_logits=True).router_logits
+        assert logits.shape == (100, layer.num_experts + identity)
 
 
 # What transformers calls otherwise, or has no class for.

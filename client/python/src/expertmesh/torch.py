@@ -587,6 +587,8 @@ def _load(
                     read += rows_read.nbytes
                     if stored_name in scales:
                         rows_read = scales[stored_name].dequantise(rows_read, first)
+                        if bool(rows_read.isnan().any()):
+                            raise _invalid(f"{file}: {stored_name}: a code is not a number")
                     parameter[first:end].copy_(rows_read)
                     del rows_read  # the mapping stays as long as it
 
