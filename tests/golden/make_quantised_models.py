@@ -3,12 +3,12 @@
 
     make_quantised_models.py FOLDER [--only SUBSTRING]
 
-Every model is FOLDER/<name>, with its codes and scales, and FOLDER/<name>-plain, the same model with the exact
-values of its codes in F32 and no quantization_config, which transformers loads as any other. Both come from
-torch and ml_dtypes alone: nothing here shares code with the servers.
+Every model is FOLDER/<name>, with its codes and scales, and FOLDER/<name>-plain, the same model with the
+exact values of its codes in F32 and no quantization_config, which transformers loads as any other. Both come
+from torch and ml_dtypes alone: nothing here shares code with the servers or the client.
 
-Sizes are no multiple of a block on purpose, but for MXFP4, which has whole blocks. The same arguments give the
-same bytes.
+Sizes are no multiple of a block on purpose, but for MXFP4, which has whole blocks. The same arguments give
+the same bytes.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ SIZES = {
     "moe_shared_expert_intermediate_size": 72,
 }
 
-# Of one matrix [out, in], or of one for each expert: tensors to store under what their names have after that of
-# the matrix, and the exact values, F32.
+# Of one matrix [out, in], or of one for each expert: the tensors to store, by what their names have after that
+# of the matrix (after a slash: of its module), and the exact values, F32.
 Quantised = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
@@ -114,7 +114,7 @@ def mxfp4(weight: torch.Tensor) -> Quantised:
 
 
 def linears(tensors: Tensors) -> Tensors:
-    """The experts of Llama 4, which are stacked as [in, out], as the linear layers that quantisers make of them."""
+    """The experts of Llama 4, stacked as [in, out], as the linear layers that quantisers make of them."""
     result = {}
     for name, tensor in tensors.items():
         prefix, _, kind = name.rpartition(".")
@@ -147,9 +147,9 @@ def stacked(tensors: Tensors) -> Tensors:
 
 @dataclass(frozen=True)
 class Model:
-    """family: of make_zoo_models. names: of the matrices that are quantised, a regular expression that is
-    searched for. config: the quantization_config, None where it is in a file of its own. edit: of what
-    transformers saves, before, and its reverse."""
+    """family: of make_zoo_models. config: the quantization_config, None where it is in a file of its own.
+    names: of the matrices that are quantised, a regular expression to search for. edit: of what transformers
+    saves, before, and its reverse. more: what is written beside."""
 
     family: str
     quantise: Callable[[torch.Tensor], Quantised]
@@ -239,7 +239,6 @@ MODELS: dict[str, Model] = {
         fp8_static,
         None,
         r"mixer\.(.*(up|down)|in|out)_proj\.weight$",
-        sizes={**SIZES, "expand": 1},
         more=modelopt_file,
     ),
     "gpt_oss-mxfp4": Model(
@@ -261,8 +260,8 @@ MODELS: dict[str, Model] = {
 
 
 def save_quantised(name: str, folder: Path, seed: int = 0) -> Any:
-    """Writes the model to `folder`, and the plain one to folder-plain; returns the latter, as transformers loads
-    it, in F32 and eval mode."""
+    """Writes the model to `folder`, and the plain one to folder-plain; returns the latter, as transformers
+    loads it, in F32 and eval mode."""
     known = MODELS[name]
     family = FAMILIES[known.family]
     model = make_model(known.family, "bf16", *known.shape, seed, **known.sizes)

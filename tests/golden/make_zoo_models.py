@@ -455,7 +455,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "mellum": Family(
         "MellumForCausalLM",
-        lambda e, k: qwen(e, k, **HEADS, mlp_layer_types=["sparse", "dense", "sparse"], norm_topk_prob=k != 3),
+        lambda e, k: {
+            **qwen(e, k, **HEADS, norm_topk_prob=k != 3),
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+        },
     ),
     "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", qwen3_5),
     "qwen3_5_moe": Family("Qwen3_5MoeForCausalLM", qwen3_5, released=qwen3_5_names),

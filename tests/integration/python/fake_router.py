@@ -23,8 +23,8 @@ DTYPES = {
 
 @dataclass
 class MoeLayer:
-    """Weights of one MoE block, float32: gate [E + I, D], gate_up [E, 2F, D], down [E, D, F]; the I last experts
-    return their input."""
+    """Weights of one MoE block, float32: gate [E + I, D], gate_up [E, 2F, D], down [E, D, F]; the I last
+    experts return their input."""
 
     gate: np.ndarray
     gate_up: np.ndarray
@@ -59,7 +59,13 @@ class MoeLayer:
 
 
 def random_layer(
-    seed: int, *, hidden: int = 24, intermediate: int = 16, experts: int = 5, top_k: int = 2, identity: int = 0
+    seed: int,
+    *,
+    hidden: int = 24,
+    intermediate: int = 16,
+    experts: int = 5,
+    top_k: int = 2,
+    identity: int = 0,
 ) -> MoeLayer:
     generator = np.random.default_rng(seed)
 

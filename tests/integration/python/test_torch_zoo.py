@@ -69,7 +69,8 @@ def test_whole_model(cluster, tmp_path, family):
     ("family", "shared", "identity"), [("longcat_flash", (0, 0), 4), ("deepseek_v3", (1, 42), 0)]
 )
 def test_layers_say_what_they_have_beside_experts(cluster, tmp_path, family, shared, identity):
-    folder = save(make_model(family, "f32", *FAMILIES[family].shapes[0]), tmp_path / "model", family, "released")
+    model = make_model(family, "f32", *FAMILIES[family].shapes[0])
+    folder = save(model, tmp_path / "model", family, "released")
     with expertmesh.Client(cluster(folder), max_message_bytes=8192) as client:
         layer = client.model().layers[-1]
         assert (layer.num_shared_experts, layer.shared_intermediate_size) == shared
@@ -86,7 +87,7 @@ PARTS = {"qwen3_vl_moe_text"}
 
 
 def test_the_table_has_every_family_that_is_served(binaries, tmp_path):
-    """The servers' registry, what `from_pretrained` knows and the models of these tests are the same families."""
+    """The servers' registry, what `from_pretrained` knows and the models of these tests: the same families."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "unknown"}))
     done = subprocess.run([binaries / "expertmesh", "inspect", tmp_path], capture_output=True, text=True)
     listed = re.search(r"supported: ([^)]*)", done.stderr)

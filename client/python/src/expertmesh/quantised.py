@@ -1,4 +1,4 @@
-"""Quantised weights of checkpoints, outside the experts: which are read, where their scales are, what they are.
+"""Quantised weights of checkpoints, outside the experts: which are read, and what their values are.
 
 The same formats as the servers read (common/model/quantization.h), but for MXFP4, in which only experts are
 released.
@@ -52,8 +52,8 @@ def read_scheme(folder: Path) -> Scheme | None:
 
 
 def is_scale(name: str) -> bool:
-    """True for tensors that quantisers add to a module. Scales of activations, which are not quantised here, and
-    of the cache are among them."""
+    """True for tensors that quantisers add to a module. Scales of activations, which are not quantised here,
+    and of the cache are among them."""
     return name.endswith(("_scale", "_scale_inv", ".scale"))
 
 

@@ -127,9 +127,7 @@ _FAMILIES: dict[str, _Family] = {
     "glm_moe_dsa": _MLP,
     "gpt_oss": _Family(router="router", returns=lambda output, recorded: (output, recorded[1])),
     "granitemoe": _GRANITE,
-    "granitemoehybrid": _Family(
-        ("block_sparse_moe",), router="router", absorbed={"shared_mlp": _Zeros}
-    ),
+    "granitemoehybrid": _Family(("block_sparse_moe",), router="router", absorbed={"shared_mlp": _Zeros}),
     "granitemoeshared": _GRANITE,
     "hunyuan_v1_moe": _MLP,
     "hy_v3": _MLP,
@@ -324,8 +322,8 @@ def from_pretrained(
     """Loads the causal language model in folder `path` with remote MoE blocks, in eval mode, on the CPU. Of a
     multimodal model it loads the language model alone, where transformers has a class for that.
 
-    Expert weights are neither read nor allocated; the other tensors are read from its safetensors files. Those
-    that are quantised are dequantised, rounded once, to the dtype of the model.
+    Expert weights are neither read nor allocated; the other tensors are read from its safetensors files.
+    Those that are quantised are dequantised, rounded once, to the dtype of the model.
 
     dtype: of the model; by default that of config.json, or else of the checkpoint's embeddings, or bfloat16
         where these are quantised.
@@ -333,8 +331,8 @@ def from_pretrained(
     kwargs: for transformers' AutoModelForCausalLM.from_config, for example attn_implementation.
 
     Errors: INVALID_ARGUMENT as `patch`, or if tensors of the checkpoint are missing, unexpected (named), of
-    another shape or have no good scales; UNIMPLEMENTED if it is quantised in another way than the servers read;
-    the errors of Client.model; OSError if a file cannot be read.
+    another shape or have no good scales; UNIMPLEMENTED if it is quantised in another way than the servers
+    read; the errors of Client.model; OSError if a file cannot be read.
     """
     folder = Path(path)
     whole = _read_config(folder)
@@ -561,8 +559,8 @@ def _embedding_dtype(files: dict[str, Path]) -> torch.dtype:
 def _load(
     model: PreTrainedModel, files: dict[str, tuple[Path, str]], scales: dict[str, quantised.Scales]
 ) -> None:
-    """Reads these tensors, and nothing else, from their files, where they have that name. scales: those of the
-    tensors that are quantised, by the same name."""
+    """Reads these tensors, and nothing else, from their files, where they have that name. scales: those of
+    the tensors that are quantised, by the same name."""
     pieces: dict[Path, list[tuple[str, str, int, int]]] = {}  # by file: name, name in it, first row, end
     for name, (file, stored_name) in sorted(files.items()):
         shape = _allocate(model, name).shape
