@@ -17,11 +17,7 @@ from zoo import FAMILIES, Files, check_blocks, make_model, moe_blocks, relative,
 WHOLE_MODEL_BOUND = 1e-5
 # Each family's shapes (experts and top_k) in turn, in another dtype and layout.
 KINDS = [("f32", "released"), ("bf16", "fused"), ("bf16", "released")]
-CASES = [
-    (name, *shape, dtype, layout if layout in FAMILIES[name].layouts else "released")
-    for name in FAMILIES
-    for shape, (dtype, layout) in zip(FAMILIES[name].shapes, KINDS)
-]
+CASES = [(name, *shape, *kind) for name in FAMILIES for shape, kind in zip(FAMILIES[name].shapes, KINDS)]
 NO_ROUTER_LOGITS = {"llama4", "llama4_text", "gemma4", "gemma4_text"}  # of the whole model
 
 

@@ -64,7 +64,7 @@ class Layer:
     num_experts: int
     #: K.
     top_k: int
-    #: How the expert weights are stored: "F32", "BF16" or "F16".
+    #: How the expert weights are stored: "F32", "BF16", "F16", "F8_E4M3" or "F4".
     weight_dtype: str
     #: Number format the experts are computed in: "native".
     format: str
