@@ -425,6 +425,12 @@ FAMILIES: dict[str, Family] = {
         fp32="expert_bias|router.gate.weight|mlp.gate.weight|e_score_correction_bias",
     ),
     "mistral4": Family("Mistral4ForCausalLM", grouped, GROUPED_SHAPES),
+    "mistral3": Family(
+        "Mistral4ForCausalLM",
+        grouped,
+        GROUPED_SHAPES,
+        released=inside("mistral3", "model.language_model."),
+    ),
     "longcat_flash": Family(
         "LongcatFlashForCausalLM",
         lambda e, k: {

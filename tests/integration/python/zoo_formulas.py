@@ -237,6 +237,7 @@ def qwen3_5(prefix: str) -> Formula:
 
 
 QWEN2 = qwen2("model.")
+MISTRAL4 = Formula(mistral4, expert=fused_expert, **DEEPSEEK)
 OLMOE = Formula(if_asked)
 QWEN3 = Formula(if_asked, dense=GATE_UP_DOWN)
 
@@ -348,7 +349,8 @@ FORMULAS: dict[str, Formula] = {
     ),
     "minimax": Formula(normalised, **SPARSE_MOE),
     "minimax_m2": Formula(constant(score="sigmoid", norm="sum"), selection_bias=CORRECTION, **SPARSE_MOE),
-    "mistral4": Formula(mistral4, expert=fused_expert, **DEEPSEEK),
+    "mistral3": replace(MISTRAL4, block="model.language_model.layers.{}.mlp."),
+    "mistral4": MISTRAL4,
     "nemotron_h": Formula(
         deepseek_v3,
         block="backbone.layers.{}.mixer.",

@@ -265,7 +265,9 @@ def patch(
     chosen = local if layers is None else sorted(set(layers))
     if wrong := sorted(set(chosen) - set(local)):
         raise _invalid(f"layers: expected some of {sorted(local)} (with a local block), given {wrong}")
-    if _canonical(served.model_type) != _canonical(config.model_type):
+    given_type = _canonical(served.model_type)
+    # One that is not in the table is that of a multimodal model, whose language model has a type of its own.
+    if given_type in _FAMILIES and given_type != _canonical(config.model_type):
         raise _invalid(
             f"model_type: the model has {config.model_type}, the cluster serves {served.model_type}"
         )
