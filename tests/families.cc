@@ -377,12 +377,15 @@ std::vector<FamilyCase> Cases() {
                         Specs{{deep + "shared_expert_gate.weight", "1D", 'G'}} +
                         Mlp(deep + "shared_expert.", 'S'),
          .layout = "fused"});
-    add({.name = "qwen3_vl_moe",
-         .config = absl::StrCat(R"({"model_type": "qwen3_vl_moe", "text_config": {)", text, "}}"),
-         .moe = "E12 K3 softmax norm 0, F3 silu",
-         .moe_layers = {0, 1},
-         .moe_tensors = gate_of_text + Transposed(deep),
-         .layout = "fused"});
+    const FamilyCase one = {
+        .name = "qwen3_vl_moe",
+        .config = absl::StrCat(R"({"model_type": "qwen3_vl_moe", "text_config": {)", text, "}}"),
+        .moe = "E12 K3 softmax norm 0, F3 silu",
+        .moe_layers = {0, 1},
+        .moe_tensors = gate_of_text + Transposed(deep),
+        .layout = "fused"};
+    add(one);
+    fused(one, gate_of_text + Fused(deep));
   }
   const Specs joined_shared = Mlp(mlp + "shared_experts.", 'S');
   const Specs selection_bias = {{mlp + "gate.e_score_correction_bias", "N", 's'}};

@@ -126,6 +126,8 @@ class FolderCheckpoint final : public Checkpoint {
   absl::Status ResolveLayer(const Family& family, LayerDescription* layer);
   absl::Status ResolveGate(const Family& family, const LayerDescription& layer,
                            const std::string& block, LayerTensors* tensors);
+  // True if the tensor of a stacked matrix has its rows and columns exchanged.
+  bool IsOtherWayRound(Matrix matrix) const;
   // Finds the first of the layouts that a layer has, checks the tensors of `num_experts` experts
   // (0: of one, whose names have no ids) and sets their dtype. The layout, or null if there is
   // none.
@@ -352,6 +354,15 @@ std::string FirstNames(const std::vector<ExpertLayout>& layouts, const std::stri
   return absl::StrJoin(names, ", ");
 }
 
+bool FolderCheckpoint::IsOtherWayRound(Matrix matrix) const {
+  const auto found = shards_.tensors.find(matrix.NameOfExpert(0));
+  if (found == shards_.tensors.end() || matrix.stacked == 0) return false;
+  const std::vector<int64_t>& shape = found->second.info->shape;
+  const bool fits = shape == matrix.FileShape(matrix.stacked);
+  matrix.transposed = !matrix.transposed;
+  return !fits && shape == matrix.FileShape(matrix.stacked);
+}
+
 absl::StatusOr<const ExpertLayout*> FolderCheckpoint::ResolveExperts(
     const std::vector<ExpertLayout>& layouts, const std::string& block, int32_t num_experts,
     int32_t identity_experts, ExpertDescriptor* experts, std::vector<Matrix>* matrices) {
@@ -362,6 +373,9 @@ absl::StatusOr<const ExpertLayout*> FolderCheckpoint::ResolveExperts(
       return Has(name) || Has(name + "_blocks");
     });
     if (!here) continue;
+    // The next layout may have the same names, and only the dimensions in another order.
+    const bool again = &layout != &layouts.back() && (&layout + 1)->gate_up == layout.gate_up;
+    if (again && IsOtherWayRound(matrices->front())) continue;
 
     std::optional<StoredAs> common;
     std::string first;  // whose it is

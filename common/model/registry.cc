@@ -211,7 +211,7 @@ Family Qwen3VlMoe() {
   Family family = Qwen3Moe();
   family.model_type = "qwen3_vl_moe_text";
   family.normalise = {{}, true};
-  family.layouts = {FusedTransposed()};
+  family.layouts = {FusedTransposed(), Fused()};  // as released, and as transformers 5 writes them
   return family;
 }
 

@@ -82,7 +82,8 @@ def with_next_token_layer(**values: Any) -> Callable[[dict[str, Any], Tensors], 
         last = config["num_hidden_layers"] - 1
         for name, tensor in list(tensors.items()):
             if name.startswith(prefix := f"model.layers.{last}."):
-                tensors[f"model.layers.{last + 1}.{name.removeprefix(prefix)}"] = tensor + 1
+                changed = (tensor.float() + 1).to(tensor.dtype)
+                tensors[f"model.layers.{last + 1}.{name.removeprefix(prefix)}"] = changed
 
     return edit
 
@@ -198,7 +199,68 @@ def gemma4(experts: int, top_k: int) -> dict[str, Any]:
     }
 
 
+def qwen3_5(experts: int, top_k: int) -> dict[str, Any]:
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    heads |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    return qwen(experts, top_k, **HEADS, **heads, layer_types=kinds)
+
+
+def qwen3_5_names(config: dict[str, Any], tensors: Tensors) -> None:
+    """Stacked experts, as transformers does not save them, and a part that predicts one token more."""
+    stacks: dict[str, dict[str, list[torch.Tensor]]] = {}
+    for name in sorted(tensors, key=lambda name: [int(part) for part in re.findall(r"\d+", name)]):
+        if match := re.fullmatch(r"(.*\.experts)\.\d+\.(\w+)\.weight", name):
+            stacks.setdefault(match[1], {}).setdefault(match[2], []).append(tensors.pop(name))
+    for prefix, parts in stacks.items():
+        gate, up, down = (torch.stack(parts[part]) for part in ("gate_proj", "up_proj", "down_proj"))
+        tensors[f"{prefix}.gate_up_proj"] = torch.cat((gate, up), dim=1)
+        tensors[f"{prefix}.down_proj"] = down
+    inside("qwen3_5_moe", "model.language_model.")(config, tensors)
+    tensors["mtp.fc.weight"] = torch.ones(2 * HIDDEN, HIDDEN)
+
+
+def qwen3_vl(experts: int, top_k: int) -> dict[str, Any]:
+    """With a vision tower, since transformers has no class for its language model alone."""
+    vision = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": HIDDEN}
+    vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    sections = {"mrope_section": [2, 1, 1], "rope_type": "default", "rope_theta": 1e4}
+    text = {**qwen(experts, top_k, **HEADS), "rope_parameters": sections}
+    return {"text_config": text, "vision_config": vision}
+
+
+def transposed(config: dict[str, Any], tensors: Tensors) -> None:
+    """Stacked experts as [in, out], which transformers reads but does not write."""
+    for name, tensor in list(tensors.items()):
+        if ".mlp.experts." in name:
+            tensors[name] = tensor.transpose(1, 2).contiguous()
+
+
+def exaone_names(config: dict[str, Any], tensors: Tensors) -> None:
+    for name in list(tensors):
+        if name.endswith("mlp.gate.e_score_correction_bias"):
+            tensors[name.replace("mlp.gate.", "mlp.")] = tensors.pop(name)
+
+
+def laguna_names(config: dict[str, Any], tensors: Tensors) -> None:
+    for name in list(tensors):
+        if ".mlp.shared_experts." in name or name.endswith("mlp.gate.e_score_correction_bias"):
+            new = name.replace("shared_experts", "shared_expert").replace("mlp.gate.e_", "mlp.experts.e_")
+            tensors[new] = tensors.pop(name)
+
+
+def mimo_names(config: dict[str, Any], tensors: Tensors) -> None:
+    """The list of the layers that have experts goes by numbers."""
+    kinds = config.pop("mlp_layer_types")
+    config.update(moe_layer_freq=[int(kind == "sparse") for kind in kinds])
+    config.update(scoring_func="sigmoid", topk_method="noaux_tc")
+    for name in list(tensors):
+        if name.endswith("self_attn.sinks"):
+            tensors[name.replace("sinks", "attention_sink_bias")] = tensors.pop(name)
+
+
 GROUPED_SHAPES = ((12, 3), (11, 1), (5, 5))
+INDEXER = {"index_topk": 8, "index_head_dim": 8, "index_n_heads": 2}  # of sparse attention
 V3_KEYS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 
 FAMILIES: dict[str, Family] = {
@@ -363,6 +425,12 @@ FAMILIES: dict[str, Family] = {
         fp32="expert_bias|router.gate.weight|mlp.gate.weight|e_score_correction_bias",
     ),
     "mistral4": Family("Mistral4ForCausalLM", grouped, GROUPED_SHAPES),
+    "mistral3": Family(
+        "Mistral4ForCausalLM",
+        grouped,
+        GROUPED_SHAPES,
+        released=inside("mistral3", "model.language_model."),
+    ),
     "longcat_flash": Family(
         "LongcatFlashForCausalLM",
         lambda e, k: {
@@ -380,6 +448,100 @@ FAMILIES: dict[str, Family] = {
         ((11, 3), (11, 2), (5, 9)),  # transformers cannot choose one
         released=without_weights_of_identity_experts,
     ),
+    "mixtral": Family("MixtralForCausalLM", mixtral_like),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", lambda e, k: qwen(e, k, **HEADS, norm_topk_prob=k == 3)),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        lambda e, k: {**qwen(e, k, norm_topk_prob=k == 1), "intermediate_size": INTERMEDIATE},
+    ),
+    "flex_olmo": Family(
+        "FlexOlmoForCausalLM",
+        lambda e, k: {**qwen(e, k, norm_topk_prob=k == 1), "intermediate_size": INTERMEDIATE},
+    ),
+    "mellum": Family(
+        "MellumForCausalLM",
+        lambda e, k: {
+            **qwen(e, k, **HEADS, norm_topk_prob=k != 3),
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+        },
+    ),
+    "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", qwen3_5),
+    "qwen3_5_moe": Family("Qwen3_5MoeForCausalLM", qwen3_5, released=qwen3_5_names),
+    "qwen3_vl_moe": Family("Qwen3VLMoeForConditionalGeneration", qwen3_vl, released=transposed),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridForCausalLM",
+        lambda e, k: mixtral_like(
+            e,
+            k,
+            shared_intermediate_size=SHARED,
+            layer_types=["linear_attention", "full_attention"],
+            mamba_n_heads=4,
+            mamba_d_head=18,
+            mamba_d_state=8,
+            mamba_chunk_size=16,
+        ),
+    ),
+    "glm4_moe_lite": Family(
+        "Glm4MoeLiteForCausalLM",
+        lambda e, k: deepseek(e, k, **LATENT_ATTENTION, routed_scaling_factor=1.8),
+        released=with_next_token_layer(),
+    ),
+    "glm_moe_dsa": Family(
+        "GlmMoeDsaForCausalLM", lambda e, k: deepseek(e, k, **LATENT_ATTENTION, **INDEXER)
+    ),
+    "deepseek_v32": Family(
+        "DeepseekV32ForCausalLM",
+        lambda e, k: {**grouped(e, k), **INDEXER},
+        GROUPED_SHAPES,
+        released=with_next_token_layer(**V3_KEYS),
+    ),
+    "solar_open": Family(
+        "SolarOpenForCausalLM", lambda e, k: deepseek(e, k, **HEADS, first_k_dense_replace=0)
+    ),
+    "exaone_moe": Family(
+        "ExaoneMoeForCausalLM",
+        lambda e, k: {
+            **deepseek(e, k, **HEADS),
+            "num_experts": e,
+            "num_shared_experts": 2,
+            "sliding_window": 16,
+            "sliding_window_pattern": 2,
+        },
+        released=exaone_names,
+    ),
+    "mimo_v2_flash": Family(
+        "MiMoV2FlashForCausalLM",
+        lambda e, k: {
+            **deepseek(e, k, **HEADS),
+            "n_shared_experts": None,
+            "v_head_dim": 6,
+            "sliding_window": 16,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+        released=mimo_names,
+    ),
+    "afmoe": Family(
+        "AfmoeForCausalLM",
+        lambda e, k: {
+            **deepseek(e, k, **HEADS),
+            "num_experts": e,
+            "num_shared_experts": 2,
+            "num_dense_layers": 1,
+            "route_scale": 2.5,
+            "sliding_window": 16,
+            "global_attn_every_n_layers": 2,
+        },
+        released=add(score_func="sigmoid", route_norm=True, n_group=1, topk_group=1),
+    ),
+    "laguna": Family(
+        "LagunaForCausalLM",
+        lambda e, k: {
+            **qwen(e, k, **HEADS),
+            "moe_routed_scaling_factor": 2.5,
+            "moe_router_logit_softcapping": 1.5 if k == 3 else 0.0,
+        },
+        released=laguna_names,
+    ),
     "cohere2_moe": Family(
         "Cohere2MoeForCausalLM",
         lambda e, k: {
@@ -395,11 +557,13 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def make_model(family: str, dtype: str, experts: int, top_k: int, seed: int = 0) -> Any:
-    """In eval mode, its experts computed one after the other."""
+def make_model(family: str, dtype: str, experts: int, top_k: int, seed: int = 0, **sizes: int) -> Any:
+    """In eval mode, its experts computed one after the other. sizes: other values for fields that it has."""
     known = FAMILIES[family]
     model_class = getattr(transformers, known.model_class)
-    config = model_class.config_class(**known.fields(experts, top_k))
+    fields = known.fields(experts, top_k)
+    fields.update((name, size) for name, size in sizes.items() if name in fields)
+    config = model_class.config_class(**fields)
     config._experts_implementation = "eager"
     config.dtype = DTYPES[dtype]
     torch.manual_seed(seed)
@@ -410,6 +574,8 @@ def make_model(family: str, dtype: str, experts: int, top_k: int, seed: int = 0)
                 tensor.add_(0.2 * torch.randn_like(tensor))
             elif "norm" in name or name.endswith("router.scale"):
                 tensor.add_(0.1 * torch.randn_like(tensor))
+            elif tensor.dim() > 1 and not tensor.any():  # routers that start with zeros
+                tensor.normal_(std=0.1)
         model.to(DTYPES[dtype])
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if re.search(known.fp32, name):

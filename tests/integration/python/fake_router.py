@@ -23,7 +23,8 @@ DTYPES = {
 
 @dataclass
 class MoeLayer:
-    """Weights of one MoE block, float32: gate [E, D], gate_up [E, 2F, D], down [E, D, F]."""
+    """Weights of one MoE block, float32: gate [E + I, D], gate_up [E, 2F, D], down [E, D, F]; the I last
+    experts return their input."""
 
     gate: np.ndarray
     gate_up: np.ndarray
@@ -32,7 +33,7 @@ class MoeLayer:
     renormalise: bool = True
 
     def __call__(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """x float32 [T, D] -> output float32 [T, D], ids [T, K], weights [T, K], logits [T, E].
+        """x float32 [T, D] -> output float32 [T, D], ids [T, K], weights [T, K], logits [T, E + I].
 
         Every row is computed on its own, so that its bits do not depend on the others.
         """
@@ -49,13 +50,22 @@ class MoeLayer:
             if self.renormalise:
                 weights[t] /= weights[t].sum()
             for expert, weight in zip(ids[t], weights[t]):
+                if expert >= len(self.down):
+                    output[t] += weight * row
+                    continue
                 gate, up = np.split(self.gate_up[expert] @ row, 2)
                 output[t] += weight * (self.down[expert] @ (gate / (1 + np.exp(-gate)) * up))
         return output, ids, weights, logits
 
 
 def random_layer(
-    seed: int, *, hidden: int = 24, intermediate: int = 16, experts: int = 5, top_k: int = 2
+    seed: int,
+    *,
+    hidden: int = 24,
+    intermediate: int = 16,
+    experts: int = 5,
+    top_k: int = 2,
+    identity: int = 0,
 ) -> MoeLayer:
     generator = np.random.default_rng(seed)
 
@@ -63,7 +73,7 @@ def random_layer(
         return generator.standard_normal(shape, np.float32) / np.sqrt(np.float32(shape[-1]))
 
     return MoeLayer(
-        gate=normal(experts, hidden),
+        gate=normal(experts + identity, hidden),
         gate_up=normal(experts, 2 * intermediate, hidden),
         down=normal(experts, hidden, intermediate),
         top_k=top_k,
@@ -118,7 +128,8 @@ def to_tensor(data_type: int, array: np.ndarray) -> tensor_pb2.Tensor:
 
 @dataclass
 class FakeRouter(moe_pb2_grpc.MoeServiceServicer):
-    """Serves `layers` at `listen`, on a port of the kernel's choice by default, until `stop()`.
+    """Serves `layers` at `listen`, on a port of the kernel's choice by default, until `stop()`. It says that
+    they have shared experts, but computes none.
 
     message_limit bounds requests as gRPC does; `requests` and `replies` record the sizes of all Forward
     messages; `before` is called first in every Forward and may sleep or abort.
@@ -203,13 +214,16 @@ class FakeRouter(moe_pb2_grpc.MoeServiceServicer):
                     weight_dtype="F32",
                     format="native",
                     pad_multiple=1,
+                    num_shared_experts=2,
+                    shared_intermediate_size=7,
+                    num_identity_experts=len(layer.gate) - experts,
                 )
             )
         return moe_pb2.GetModelResponse(model_fingerprint="fake", model_type=self.model_type, layers=infos)
 
     def GetCluster(self, request, context) -> moe_pb2.GetClusterResponse:
         held = [
-            cluster_pb2.LayerExperts(layer=index, expert_ids=range(len(layer.gate)))
+            cluster_pb2.LayerExperts(layer=index, expert_ids=range(len(layer.down)))
             for index, layer in sorted(self.layers.items())
         ]
         server = cluster_pb2.ServerInfo(

@@ -36,7 +36,7 @@ Code = grpc.StatusCode
 
 @pytest.fixture
 def router():
-    with FakeRouter({0: random_layer(0), 2: random_layer(2, top_k=3)}) as fake:
+    with FakeRouter({0: random_layer(0), 2: random_layer(2, top_k=3, identity=1)}) as fake:
         yield fake
 
 
@@ -115,6 +115,9 @@ def test_model(client):
         weight_dtype="F32",
         format="native",
         pad_multiple=1,
+        num_shared_experts=2,
+        shared_intermediate_size=7,
+        num_identity_experts=1,
     )
 
 
@@ -194,12 +197,12 @@ def test_reply_with_wrong_byte_count_is_refused():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("logits", [False, True])
-def test_large_requests_are_split(dtype, logits):
+@pytest.mark.parametrize(("logits", "identity"), [(False, 0), (True, 0), (True, 40)])
+def test_large_requests_are_split(dtype, logits, identity):
     limit = 64 << 10
     x = tokens(2500, dtype)
     # 40 experts: replies with logits are larger than requests.
-    layer = random_layer(3, experts=40, top_k=4)
+    layer = random_layer(3, experts=40, top_k=4, identity=identity)
     with FakeRouter({0: layer}) as router, expertmesh.Client(router.address) as client:
         whole = client.forward(0, x, return_router_logits=logits)
         assert len(router.requests) == 1

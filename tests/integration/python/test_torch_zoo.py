@@ -2,52 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+
 import expertmesh
-import ml_dtypes
-import numpy as np
+import expertmesh.torch
 import pytest
 import torch
 from expertmesh.torch import RemoteMoeBlock, from_pretrained, patch, unpatch
-from zoo import FAMILIES, Files, dense_mlps, make_model, moe_blocks, rows, run, save
+from transformers import CONFIG_MAPPING
+from zoo import FAMILIES, Files, check_blocks, make_model, moe_blocks, relative, rows, save
 
-# Relative Frobenius error of a block's output by the dtype of the request.
-BOUNDS = {np.float32: 1e-5, ml_dtypes.bfloat16: 1e-2, np.float16: 2e-3}
-MIN_GAP = 1e-5
 WHOLE_MODEL_BOUND = 1e-5
-ROWS = 100
 # Each family's shapes (experts and top_k) in turn, in another dtype and layout.
 KINDS = [("f32", "released"), ("bf16", "fused"), ("bf16", "released")]
 CASES = [(name, *shape, *kind) for name in FAMILIES for shape, kind in zip(FAMILIES[name].shapes, KINDS)]
 NO_ROUTER_LOGITS = {"llama4", "llama4_text", "gemma4", "gemma4_text"}  # of the whole model
-
-
-def relative(given: torch.Tensor, expected: torch.Tensor) -> float:
-    return (torch.linalg.norm(given.float() - expected.float()) / torch.linalg.norm(expected.float())).item()
-
-
-def check_blocks(client: expertmesh.Client, model, files: Files) -> None:
-    """Every MoE block and dense MLP that is served, for requests in every dtype. model: in fp32."""
-    served = {layer.layer: layer for layer in client.model().layers}
-    blocks, mlps = moe_blocks(model), dense_mlps(model)
-    assert {i for i, layer in served.items() if layer.kind == "MOE"} == blocks.keys()
-    assert {i for i, layer in served.items() if layer.kind == "DENSE"} == mlps.keys()
-    for index in served:
-        x = rows(ROWS, index)
-        for dtype, bound in BOUNDS.items():
-            given = torch.from_numpy(x.numpy().astype(dtype).astype(np.float32))
-            result = client.forward(index, given.numpy().astype(dtype))
-            output = torch.from_numpy(result.output.astype(np.float32))
-            if index in mlps:
-                with torch.no_grad():
-                    assert relative(output, mlps[index](given[None])[0]) <= bound, (index, dtype)
-                continue
-            expected, ids = run(blocks[index], given)
-            clear = torch.from_numpy(files.block(index, given).gaps > MIN_GAP)
-            assert (~clear).sum() <= 0.01 * ROWS
-            chosen = torch.from_numpy(result.topk_ids).long().sort().values
-            assert torch.equal(chosen[clear], ids.sort().values[clear]), (index, dtype)
-            error = relative(output[clear], expected[clear])
-            assert error <= bound, (index, dtype, error)
 
 
 @pytest.mark.parametrize(("family", "experts", "top_k", "dtype", "layout"), CASES)
@@ -88,3 +59,43 @@ def test_whole_model(cluster, tmp_path, family):
         assert relative(model(ids).logits, expected) <= WHOLE_MODEL_BOUND
         unpatch(model)
         assert torch.equal(model(ids).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "shared", "identity"), [("longcat_flash", (0, 0), 4), ("deepseek_v3", (1, 42), 0)]
+)
+def test_layers_say_what_they_have_beside_experts(cluster, tmp_path, family, shared, identity):
+    model = make_model(family, "f32", *FAMILIES[family].shapes[0])
+    folder = save(model, tmp_path / "model", family, "released")
+    with expertmesh.Client(cluster(folder), max_message_bytes=8192) as client:
+        layer = client.model().layers[-1]
+        assert (layer.num_shared_experts, layer.shared_intermediate_size) == shared
+        assert layer.num_identity_experts == identity
+        x = rows(100, 0).numpy()  # in parts
+        logits = client.forward(layer.layer, x, return_router_logits=True).router_logits
+        assert logits.shape == (100, layer.num_experts + identity)
+
+
+# What transformers calls otherwise, or has no class for.
+NOT_IN_TRANSFORMERS = {"minimax_m1", "minimax_text_01"}
+# Language models of a multimodal one, which transformers has only together.
+PARTS = {"qwen3_vl_moe_text"}
+# Multimodal models of no type of their own on the servers, which look at the language model's.
+WHOLE = {"mistral3"}
+
+
+def test_the_table_has_every_family_that_is_served(binaries, tmp_path):
+    """The servers' registry, what `from_pretrained` knows and the models of these tests: the same families."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unknown"}))
+    done = subprocess.run([binaries / "expertmesh", "inspect", tmp_path], capture_output=True, text=True)
+    listed = re.search(r"supported: ([^)]*)", done.stderr)
+    assert listed is not None, done.stderr
+    served = set(listed[1].split(", ")) - NOT_IN_TRANSFORMERS
+    assert len(served) > 40
+    table = expertmesh.torch._FAMILIES.keys()
+    same_as = expertmesh.torch._SAME_AS
+    assert {same_as.get(name, name) for name in served} == set(table)
+    assert same_as.keys() <= served
+    assert set(table) <= set(CONFIG_MAPPING)
+    assert not NOT_IN_TRANSFORMERS & set(CONFIG_MAPPING)
+    assert (served - PARTS) | WHOLE == FAMILIES.keys()

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import expertmesh
+import ml_dtypes
 import numpy as np
 import torch
 from safetensors.torch import load_file
@@ -15,20 +17,42 @@ from torch import nn
 from zoo_formulas import FORMULAS, Result, block_output, dense_output
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "golden"))
+from make_quantised_models import MODELS, save_quantised  # noqa: E402
 from make_zoo_models import DTYPES, FAMILIES, HIDDEN, make_model, save  # noqa: E402
 
-__all__ = ["DTYPES", "FAMILIES", "Files", "dense_mlps", "make_model", "moe_blocks", "rows", "run", "save"]
+__all__ = [
+    "DTYPES",
+    "FAMILIES",
+    "Files",
+    "MODELS",
+    "check_blocks",
+    "dense_mlps",
+    "make_model",
+    "moe_blocks",
+    "relative",
+    "rows",
+    "run",
+    "save",
+    "save_quantised",
+]
+
+# Relative Frobenius error of a block's output by the dtype of the request.
+BOUNDS = {np.float32: 1e-5, ml_dtypes.bfloat16: 1e-2, np.float16: 2e-3}
+MIN_GAP = 1e-5
+ROWS = 100
 
 torch.set_num_threads(1)  # the tensors are too small for more
 BLOCKS = ("mlp", "block_sparse_moe", "feed_forward", "ffn", "mixer")
 
 
-def rows(count: int, seed: int) -> torch.Tensor:
-    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(seed))
+def rows(count: int, seed: int, hidden: int = HIDDEN) -> torch.Tensor:
+    return torch.randn(count, hidden, generator=torch.Generator().manual_seed(seed))
 
 
 def _layers(model: nn.Module) -> nn.ModuleList:
-    return model.transformer.blocks if hasattr(model, "transformer") else model.model.layers
+    if hasattr(model, "transformer"):
+        return model.transformer.blocks
+    return getattr(model.model, "language_model", model.model).layers
 
 
 def _block(layer: nn.Module) -> nn.Module:
@@ -89,3 +113,35 @@ class Files:
 
     def dense(self, layer: int, x: torch.Tensor) -> np.ndarray:
         return dense_output(FORMULAS[self.family], self.config, self.tensors, layer, x.double().numpy())
+
+
+def relative(given: torch.Tensor, expected: torch.Tensor) -> float:
+    return (torch.linalg.norm(given.float() - expected.float()) / torch.linalg.norm(expected.float())).item()
+
+
+def check_blocks(client: expertmesh.Client, model: nn.Module, files: Files) -> None:
+    """Every MoE block and dense MLP that is served, for requests in every dtype, against transformers' own.
+
+    model: in fp32. files: say for which tokens the choice of experts is clear.
+    """
+    served = {layer.layer: layer for layer in client.model().layers}
+    blocks, mlps = moe_blocks(model), dense_mlps(model)
+    assert {i for i, layer in served.items() if layer.kind == "MOE"} == blocks.keys()
+    assert {i for i, layer in served.items() if layer.kind == "DENSE"} == mlps.keys()
+    for index in served:
+        x = rows(ROWS, index, served[index].hidden_size)
+        for dtype, bound in BOUNDS.items():
+            given = torch.from_numpy(x.numpy().astype(dtype).astype(np.float32))
+            result = client.forward(index, given.numpy().astype(dtype))
+            output = torch.from_numpy(result.output.astype(np.float32))
+            if index in mlps:
+                with torch.no_grad():
+                    assert relative(output, mlps[index](given[None])[0]) <= bound, (index, dtype)
+                continue
+            expected, ids = run(blocks[index], given)
+            clear = torch.from_numpy(files.block(index, given).gaps > MIN_GAP)
+            assert (~clear).sum() <= 0.01 * ROWS
+            chosen = torch.from_numpy(result.topk_ids).long().sort().values
+            assert torch.equal(chosen[clear], ids.sort().values[clear]), (index, dtype)
+            error = relative(output[clear], expected[clear])
+            assert error <= bound, (index, dtype, error)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -193,12 +193,6 @@ def constant(**gate: Any) -> Callable[[Config], dict[str, Any]]:
 DEEPSEEK = {"shared": under("shared_experts", GATE_UP_DOWN), "dense": GATE_UP_DOWN}
 CORRECTION = "e_score_correction_bias"
 V3 = Formula(deepseek_v3, selection_bias=f"gate.{CORRECTION}", **DEEPSEEK)
-QWEN2 = Formula(
-    if_asked,
-    shared=under("shared_expert", GATE_UP_DOWN),
-    shared_gate="shared_expert_gate.weight",
-    dense=GATE_UP_DOWN,
-)
 SPARSE_MOE = {"block": "model.layers.{}.block_sparse_moe.", "expert": one_by_one(W1_W3_W2)}
 GRANITE = {"block": "model.layers.{}.", "router": "block_sparse_moe.router.layer.weight"}
 
@@ -227,7 +221,66 @@ def gemma4(prefix: str) -> Formula:
     )
 
 
+def qwen2(prefix: str) -> Formula:
+    """A shared expert with a gate of its own."""
+    return Formula(
+        if_asked,
+        block=prefix + "layers.{}.mlp.",
+        shared=under("shared_expert", GATE_UP_DOWN),
+        shared_gate="shared_expert_gate.weight",
+        dense=GATE_UP_DOWN,
+    )
+
+
+def qwen3_5(prefix: str) -> Formula:
+    return replace(qwen2(prefix), gate=normalised)
+
+
+QWEN2 = qwen2("model.")
+MISTRAL4 = Formula(mistral4, expert=fused_expert, **DEEPSEEK)
+OLMOE = Formula(if_asked)
+QWEN3 = Formula(if_asked, dense=GATE_UP_DOWN)
+
 FORMULAS: dict[str, Formula] = {
+    "afmoe": Formula(
+        lambda config: {
+            "score": "sigmoid",
+            "norm": "sum",
+            "norm_epsilon": 1e-20,
+            "scale": config["route_scale"],
+        },
+        router="router.gate.weight",
+        selection_bias="expert_bias",
+        **DEEPSEEK,
+    ),
+    "deepseek_v32": V3,
+    "exaone_moe": replace(V3, selection_bias=CORRECTION),
+    "flex_olmo": OLMOE,
+    "glm4_moe_lite": V3,
+    "glm_moe_dsa": V3,
+    "granitemoehybrid": Formula(late_softmax, expert=granite_expert, shared=granite_shared, **GRANITE),
+    "laguna": Formula(
+        lambda config: {
+            "score": "sigmoid",
+            "norm": "sum",
+            "scale": config["moe_routed_scaling_factor"],
+            "softcap": config["moe_router_logit_softcapping"],
+        },
+        selection_bias=f"experts.{CORRECTION}",
+        shared=under("shared_expert", GATE_UP_DOWN),
+        dense=GATE_UP_DOWN,
+    ),
+    "mellum": QWEN3,
+    "mimo_v2_flash": replace(V3, shared=None),
+    "mixtral": Formula(normalised, **SPARSE_MOE),
+    "olmoe": OLMOE,
+    "qwen3_5_moe": replace(qwen3_5("model.language_model."), expert=fused_expert),
+    "qwen3_5_moe_text": qwen3_5("model."),
+    "qwen3_moe": QWEN3,
+    "qwen3_vl_moe": Formula(
+        normalised, block="model.language_model.layers.{}.mlp.", expert=llama4_expert, dense=GATE_UP_DOWN
+    ),
+    "solar_open": replace(V3, dense=None),
     "cohere2_moe": Formula(
         cohere2, averaged=lambda config: config["shared_expert_combination_strategy"] == "average", **DEEPSEEK
     ),
@@ -296,7 +349,8 @@ FORMULAS: dict[str, Formula] = {
     ),
     "minimax": Formula(normalised, **SPARSE_MOE),
     "minimax_m2": Formula(constant(score="sigmoid", norm="sum"), selection_bias=CORRECTION, **SPARSE_MOE),
-    "mistral4": Formula(mistral4, expert=fused_expert, **DEEPSEEK),
+    "mistral3": replace(MISTRAL4, block="model.language_model.layers.{}.mlp."),
+    "mistral4": MISTRAL4,
     "nemotron_h": Formula(
         deepseek_v3,
         block="backbone.layers.{}.mixer.",

@@ -44,7 +44,7 @@ class ForwardResult:
     topk_ids: np.ndarray
     #: float32 [T, K]: the routing weight of each.
     topk_weights: np.ndarray
-    #: float32 [T, E]: the gate's logits, if they were asked for.
+    #: float32 [T, E + num_identity_experts]: the gate's logits, if they were asked for.
     router_logits: np.ndarray | None
 
 
@@ -64,12 +64,18 @@ class Layer:
     num_experts: int
     #: K.
     top_k: int
-    #: How the expert weights are stored: "F32", "BF16" or "F16".
+    #: How the expert weights are stored: "F32", "BF16", "F16", "F8_E4M3" or "F4".
     weight_dtype: str
     #: Number format the experts are computed in: "native".
     format: str
     #: Rows of every expert's group are padded to this multiple; 1 means never.
     pad_multiple: int
+    #: Shared experts, which every token passes through beside its K; the network of a dense layer is one.
+    num_shared_experts: int = 0
+    #: F of the shared experts, in elements; 0 if there are none.
+    shared_intermediate_size: int = 0
+    #: Ids E, E + 1, ... that the gate may choose and that return their input.
+    num_identity_experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -263,6 +269,9 @@ class Client:
                 weight_dtype=info.weight_dtype,
                 format=info.format,
                 pad_multiple=info.pad_multiple,
+                num_shared_experts=info.num_shared_experts,
+                shared_intermediate_size=info.shared_intermediate_size,
+                num_identity_experts=info.num_identity_experts,
             )
             for info in reply.layers
         ]
@@ -279,7 +288,8 @@ class Client:
         row_bytes = hidden_states.shape[1] * hidden_states.dtype.itemsize
         if info := layers.get(request.layer):  # an unknown layer is the router's to refuse
             row_bytes += info.top_k * (4 + 4)
-            row_bytes += info.num_experts * 4 if request.return_router_logits else 0
+            if request.return_router_logits:
+                row_bytes += (info.num_experts + info.num_identity_experts) * 4
         rows: int = (self._max_message_bytes - _HEADER_BYTES) // max(row_bytes, 1)
         if rows == 0:
             raise _invalid(

@@ -43,10 +43,9 @@ except ImportError as error:
         "pip install 'expertmesh[torch]'"
     ) from error
 
+from . import quantised
 from .client import Client
 from .error import Error
-
-
 
 # Of a router, None where it was not asked for logits: logits [T, E], weights [T, K], ids [T, K].
 _Outputs = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]
@@ -61,6 +60,7 @@ class _Family:
     recorded: what that module returns.
     returns: what the block returns, from its output and what the router returned. needs_logits: always.
     absorbed: other modules of the layer that the cluster's block includes, and what takes their place.
+    renamed: parts of names in checkpoints that are others in transformers.
     """
 
     names: tuple[str, ...] = ("mlp",)
@@ -69,6 +69,7 @@ class _Family:
     returns: Callable[[torch.Tensor, Any], Any] = lambda output, recorded: output
     needs_logits: bool = False
     absorbed: dict[str, Callable[[], nn.Module | None]] = field(default_factory=dict)
+    renamed: dict[str, str] = field(default_factory=dict)
 
 
 def _llama4_recorded(outputs: _Outputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,18 +91,29 @@ class _ReturnsWeights(nn.Module):
         return weights
 
 
+class _Zeros(nn.Module):
+    """Stands in for a network whose output the remote block includes and the layer adds."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(hidden_states)
+
+
 _MLP = _Family()
 _MIXTRAL = _Family(("mlp", "block_sparse_moe"))
 _GRANITE = _Family(("block_sparse_moe",), router="router", absorbed={"shared_mlp": lambda: None})
 
 # The one table of families, by the model_type of their language model.
 _FAMILIES: dict[str, _Family] = {
+    "afmoe": _Family(router="router"),
     "cohere2_moe": _MLP,
     "dbrx": _Family(("ffn",), router="router", recorded=lambda outputs: outputs[0]),
     "deepseek_v2": _MLP,
     "deepseek_v3": _MLP,
+    "deepseek_v32": _MLP,
     "dots1": _MLP,
     "ernie4_5_moe": _MLP,
+    "exaone_moe": _MLP,
+    "flex_olmo": _MLP,
     # The router sees the residual, the experts a norm of it; the remote block gets the residual.
     "gemma4_text": _Family(
         ("router",),
@@ -111,12 +123,16 @@ _FAMILIES: dict[str, _Family] = {
         absorbed={"experts": _ReturnsWeights, "pre_feedforward_layernorm_2": nn.Identity},
     ),
     "glm4_moe": _MLP,
+    "glm4_moe_lite": _MLP,
+    "glm_moe_dsa": _MLP,
     "gpt_oss": _Family(router="router", returns=lambda output, recorded: (output, recorded[1])),
     "granitemoe": _GRANITE,
+    "granitemoehybrid": _Family(("block_sparse_moe",), router="router", absorbed={"shared_mlp": _Zeros}),
     "granitemoeshared": _GRANITE,
     "hunyuan_v1_moe": _MLP,
     "hy_v3": _MLP,
     "jamba": _Family(("feed_forward",), router="router"),
+    "laguna": _MLP,
     "lfm2_moe": _Family(("feed_forward",)),
     "llama4_text": _Family(
         ("feed_forward",),
@@ -126,6 +142,8 @@ _FAMILIES: dict[str, _Family] = {
         needs_logits=True,
     ),
     "longcat_flash": _Family(router="router"),
+    "mellum": _MLP,
+    "mimo_v2_flash": _Family(renamed={"self_attn.attention_sink_bias": "self_attn.sinks"}),
     "minimax": _MIXTRAL,
     "minimax_m2": _MIXTRAL,
     "mistral4": _MLP,
@@ -134,11 +152,20 @@ _FAMILIES: dict[str, _Family] = {
     "olmoe": _MLP,
     "phimoe": _Family(("mlp", "block_sparse_moe"), router="router"),
     "qwen2_moe": _MLP,
+    "qwen3_5_moe_text": _MLP,
     "qwen3_moe": _MLP,
     "qwen3_next": _MLP,
+    "qwen3_vl_moe_text": _MLP,
+    "solar_open": _MLP,
 }
 # Model types that are another one's language model, or its code under another name.
-_SAME_AS = {"gemma4": "gemma4_text", "kimi_k2": "deepseek_v3", "llama4": "llama4_text"}
+_SAME_AS = {
+    "gemma4": "gemma4_text",
+    "kimi_k2": "deepseek_v3",
+    "llama4": "llama4_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
+}
 # What checkpoints call the decoder, beside what transformers does.
 _DECODER_PREFIXES = ("model.language_model.", "language_model.model.", "backbone.")
 # What configurations call the same number.
@@ -174,6 +201,8 @@ class RemoteMoeBlock(nn.Module):
         if router is not None:  # not a dense MLP
             # transformers may look for it by its name.
             self.router_name = family.router or "router"
+            # Where logits are capped, those that transformers records are.
+            self.softcap = float(getattr(router, "router_logit_softcapping", 0.0))
             setattr(self, self.router_name, _stand_in(router))
 
     def forward(self, hidden_states: torch.Tensor) -> Any:
@@ -195,10 +224,12 @@ class RemoteMoeBlock(nn.Module):
         output = _from_numpy(result.output).to(device).reshape(hidden_states.shape)
         if router is None:
             return output
-        logits = result.router_logits
+        logits = None if result.router_logits is None else _from_numpy(result.router_logits)
+        if logits is not None and self.softcap > 0:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
         recorded = self.family.recorded(
             (
-                None if logits is None else _from_numpy(logits).to(device, dtype),
+                None if logits is None else logits.to(device, dtype),
                 _from_numpy(result.topk_weights).to(device),
                 _from_numpy(result.topk_ids).to(device, torch.int64),
             )
@@ -234,7 +265,9 @@ def patch(
     chosen = local if layers is None else sorted(set(layers))
     if wrong := sorted(set(chosen) - set(local)):
         raise _invalid(f"layers: expected some of {sorted(local)} (with a local block), given {wrong}")
-    if _canonical(served.model_type) != _canonical(config.model_type):
+    given_type = _canonical(served.model_type)
+    # One that is not in the table is that of a multimodal model, whose language model has a type of its own.
+    if given_type in _FAMILIES and given_type != _canonical(config.model_type):
         raise _invalid(
             f"model_type: the model has {config.model_type}, the cluster serves {served.model_type}"
         )
@@ -289,25 +322,32 @@ def from_pretrained(
     **kwargs: Any,
 ) -> PreTrainedModel:
     """Loads the causal language model in folder `path` with remote MoE blocks, in eval mode, on the CPU. Of a
-    multimodal model it loads the language model alone.
+    multimodal model it loads the language model alone, where transformers has a class for that.
 
     Expert weights are neither read nor allocated; the other tensors are read from its safetensors files.
+    Those that are quantised are dequantised, rounded once, to the dtype of the model.
 
-    dtype: of the model; by default that of config.json, or else of the checkpoint's embeddings.
+    dtype: of the model; by default that of config.json, or else of the checkpoint's embeddings, or bfloat16
+        where these are quantised.
     dense: as in `patch`.
     kwargs: for transformers' AutoModelForCausalLM.from_config, for example attn_implementation.
 
-    Errors: INVALID_ARGUMENT as `patch`, or if tensors of the checkpoint are missing, unexpected (named) or of
-    another shape; the errors of Client.model; OSError if a file cannot be read.
+    Errors: INVALID_ARGUMENT as `patch`, or if tensors of the checkpoint are missing, unexpected (named), of
+    another shape or have no good scales; UNIMPLEMENTED if it is quantised in another way than the servers
+    read; the errors of Client.model; OSError if a file cannot be read.
     """
     folder = Path(path)
     whole = _read_config(folder)
     config = whole.get_text_config()
     family = _family_of(config.model_type)
+    scheme = quantised.read_scheme(folder)
+    for part in (whole, config):  # the model will have plain weights
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
     files = _tensor_files(folder)
     dtype = dtype or config.dtype or whole.dtype or _embedding_dtype(files)
     with torch.device("meta"):
-        model = _model_class(config)(config, dtype=dtype, **kwargs)
+        model = _make_model(whole, config, dtype=dtype, **kwargs)
     patch(model, client, dense=dense)
     model.eval()
     for parameter in model.parameters():
@@ -316,8 +356,8 @@ def from_pretrained(
 
     layers = _layers_name(model)
     decoder = layers.rpartition(".")[0] + "."
-    names = {name: _module_name(name, decoder) for name in files}
-    if config is not whole:  # the other parts of a multimodal model
+    names = {name: _module_name(name, decoder, family) for name in files}
+    if type(model.config) is not type(whole):  # the other parts of a multimodal model
         names = {name: inside for name, inside in names.items() if inside.startswith((decoder, "lm_head."))}
     remote = tuple(
         f"{layers}.{index}.{name}."
@@ -328,14 +368,19 @@ def from_pretrained(
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     wanted = parameters | model.state_dict().keys()
     found = {inside: name for name, inside in names.items() if inside in wanted - tied}
+    scales = quantised.read_scales(found.values(), files, scheme)
+    unused = {name for name in files if scheme is not None and quantised.is_scale(name)}
+    ignored = model._keys_to_ignore_on_load_unexpected or []
     unexpected = [
         name
         for name, inside in names.items()
         if inside not in wanted
+        and name not in unused
         and not inside.startswith(remote)
         and _layer_of(inside, layers) < len(_decoder_layers(model))  # later ones predict further tokens
         # Files of old versions hold the rotary frequencies, which follow from the configuration.
         and not inside.endswith(".inv_freq")
+        and not any(re.search(pattern, name) for pattern in ignored)
     ]
     missing = parameters - tied - found.keys()
     if missing or unexpected:
@@ -343,7 +388,7 @@ def from_pretrained(
             f"{folder}: tensors do not fit {config.model_type}; "
             f"missing: {_some(missing)}; unexpected: {_some(unexpected)}"
         )
-    _load(model, {inside: (files[name], name) for inside, name in found.items()})
+    _load(model, {inside: (files[name], name) for inside, name in found.items()}, scales)
     model.tie_weights()
     if empty := [name for name, buffer in model.named_buffers() if buffer.isnan().any()]:
         raise _invalid(f"{folder}: no values for {_some(empty)}")
@@ -377,13 +422,15 @@ def _read_config(folder: Path) -> PretrainedConfig:
     return AutoConfig.from_pretrained(folder, local_files_only=True)
 
 
-def _model_class(config: PretrainedConfig) -> Callable[..., PreTrainedModel]:
+def _make_model(whole: PretrainedConfig, config: PretrainedConfig, **kwargs: Any) -> PreTrainedModel:
+    """The language model of a configuration, or all of it where transformers has no class for that."""
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return AutoModelForCausalLM.from_config
-    for name in config.architectures or []:  # not all language models are in transformers' table
-        if hasattr(transformers, name):
-            return getattr(transformers, name)._from_config
-    raise _invalid(f"{config.model_type}: no class of transformers for architectures {config.architectures}")
+        return AutoModelForCausalLM.from_config(config, **kwargs)
+    for part in (config, whole):
+        for name in part.architectures or []:  # not all language models are in transformers' table
+            if hasattr(transformers, name):
+                return getattr(transformers, name)._from_config(part, **kwargs)
+    raise _invalid(f"{whole.model_type}: no class of transformers for architectures {whole.architectures}")
 
 
 def _number(config: PretrainedConfig, names: tuple[str, ...], layer: int) -> int | None:
@@ -403,13 +450,15 @@ def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 def _layers_name(model: PreTrainedModel) -> str:
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and name.split(".")[-1] in ("layers", "blocks"):
-            if "vision" not in name and "audio" not in name:
+            if not any(part in name for part in ("vision", "visual", "audio")):
                 return name
     raise _invalid(f"{type(model).__name__}: no decoder layers found")
 
 
-def _module_name(name: str, decoder: str) -> str:
+def _module_name(name: str, decoder: str, family: _Family) -> str:
     """What a tensor of a checkpoint is called in the language model, whose decoder has that prefix."""
+    for old, new in family.renamed.items():
+        name = name.replace(old, new)
     for prefix in _DECODER_PREFIXES:
         if name.startswith(prefix):
             return decoder + name.removeprefix(prefix)
@@ -504,12 +553,16 @@ def _embedding_dtype(files: dict[str, Path]) -> torch.dtype:
     for name in files:
         if name.endswith(("embed_tokens.weight", "embeddings.weight", "wte.weight")):
             with safe_open(files[name], framework="pt") as tensors:
-                return tensors.get_slice(name)[:1].dtype
+                dtype = tensors.get_slice(name)[:1].dtype
+                return torch.bfloat16 if dtype == quantised.CODES else dtype
     raise _invalid("missing tensor: model.embed_tokens.weight")
 
 
-def _load(model: PreTrainedModel, files: dict[str, tuple[Path, str]]) -> None:
-    """Reads these tensors, and nothing else, from their files, where they have that name."""
+def _load(
+    model: PreTrainedModel, files: dict[str, tuple[Path, str]], scales: dict[str, quantised.Scales]
+) -> None:
+    """Reads these tensors, and nothing else, from their files, where they have that name. scales: those of
+    the tensors that are quantised, by the same name."""
     pieces: dict[Path, list[tuple[str, str, int, int]]] = {}  # by file: name, name in it, first row, end
     for name, (file, stored_name) in sorted(files.items()):
         shape = _allocate(model, name).shape
@@ -531,8 +584,12 @@ def _load(model: PreTrainedModel, files: dict[str, tuple[Path, str]]) -> None:
                             f"given {stored.get_shape()}"
                         )
                     rows_read = stored[first:end]
-                    parameter[first:end].copy_(rows_read)
                     read += rows_read.nbytes
+                    if stored_name in scales:
+                        rows_read = scales[stored_name].dequantise(rows_read, first)
+                        if bool(rows_read.isnan().any()):
+                            raise _invalid(f"{file}: {stored_name}: a code is not a number")
+                    parameter[first:end].copy_(rows_read)
                     del rows_read  # the mapping stays as long as it
 
 
