@@ -1,7 +1,6 @@
 #include "common/safetensors/safetensors.h"
 
 #include <fcntl.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -43,6 +42,21 @@ absl::Status SystemError(int error, const std::string& what) {
     default:
       return absl::InternalError(message);
   }
+}
+
+// Reads up to `bytes` at `position`, fewer only where the file ends. Negative, with errno, on
+// error.
+int64_t ReadAt(int fd, int64_t position, int64_t bytes, void* destination) {
+  int64_t done = 0;
+  while (done < bytes) {
+    const ssize_t got = pread(fd, static_cast<std::byte*>(destination) + done,
+                              static_cast<size_t>(bytes - done), position + done);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) return got;
+    if (got == 0) break;
+    done += got;
+  }
+  return done;
 }
 
 // A tensor as the header states it, before any check of its numbers against each other.
@@ -181,10 +195,16 @@ absl::StatusOr<std::shared_ptr<const SafetensorsFile>> SafetensorsFile::Open(
     return file->Malformed(absl::StrCat("HeaderTooSmall: the file has ", file->size_,
                                         " bytes, expected at least ", kLengthBytes));
   }
+  // What is read ahead of a tensor would be others', which another server holds.
+  posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM);
+  const auto read = [&](int64_t position, uint64_t bytes, void* destination) {
+    const int64_t got = ReadAt(fd, position, static_cast<int64_t>(bytes), destination);
+    if (got < 0) return SystemError(errno, absl::StrCat(path, ": read"));
+    if (static_cast<uint64_t>(got) == bytes) return absl::OkStatus();
+    return absl::DataLossError(absl::StrCat(path, ": the file has become shorter"));
+  };
   uint64_t length;
-  if (pread(fd, &length, sizeof(length), 0) != sizeof(length)) {
-    return SystemError(errno, absl::StrCat(path, ": read"));
-  }
+  RETURN_IF_ERROR(read(0, sizeof(length), &length));
   if (length > kMaxSafetensorsHeader) {
     return file->Malformed(absl::StrCat("HeaderTooLarge: the header has ", length,
                                         " bytes, at most ", kMaxSafetensorsHeader));
@@ -194,12 +214,9 @@ absl::StatusOr<std::shared_ptr<const SafetensorsFile>> SafetensorsFile::Open(
                                         " bytes, the file ", file->size_ - kLengthBytes,
                                         " after its length"));
   }
-  const size_t mapped = kLengthBytes + length;
-  void* mapping = mmap(nullptr, mapped, PROT_READ, MAP_PRIVATE, fd, 0);
-  if (mapping == MAP_FAILED) return SystemError(errno, absl::StrCat(path, ": mmap"));
-  const absl::Status parsed = file->ParseHeader(static_cast<const std::byte*>(mapping), length);
-  munmap(mapping, mapped);
-  RETURN_IF_ERROR(parsed);
+  std::string header(length, '\0');
+  RETURN_IF_ERROR(read(kLengthBytes, length, header.data()));
+  RETURN_IF_ERROR(file->ParseHeader(header));
   return file;
 }
 
@@ -209,9 +226,8 @@ absl::Status SafetensorsFile::Malformed(const std::string& what) const {
   return absl::InvalidArgumentError(absl::StrCat(path_, ": ", what));
 }
 
-absl::Status SafetensorsFile::ParseHeader(const std::byte* bytes, uint64_t length) {
-  absl::StatusOr<json> header =
-      ParseStrictJson(std::string(reinterpret_cast<const char*>(bytes + kLengthBytes), length));
+absl::Status SafetensorsFile::ParseHeader(const std::string& header_text) {
+  const absl::StatusOr<json> header = ParseStrictJson(header_text);
   if (!header.ok()) {
     return Malformed(absl::StrCat("InvalidHeader: ", header.status().message()));
   }
@@ -247,7 +263,7 @@ absl::Status SafetensorsFile::ParseHeader(const std::byte* bytes, uint64_t lengt
   std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) {
     return std::tie(a.begin, a.end, a.name) < std::tie(b.begin, b.end, b.name);
   });
-  const uint64_t available = size_ - kLengthBytes - length;
+  const uint64_t available = size_ - kLengthBytes - header_text.size();
   uint64_t expected_begin = 0;
   for (const Entry& entry : entries) {
     const auto malformed = [&](const std::string& what) {
@@ -277,7 +293,7 @@ absl::Status SafetensorsFile::ParseHeader(const std::byte* bytes, uint64_t lengt
     tensors_[entry.name] = {
         .dtype = entry.dtype,
         .shape = std::vector<int64_t>(entry.shape.begin(), entry.shape.end()),
-        .file_offset = static_cast<int64_t>(kLengthBytes + length + entry.begin),
+        .file_offset = static_cast<int64_t>(kLengthBytes + header_text.size() + entry.begin),
         .num_bytes = static_cast<int64_t>(*bits / 8)};
   }
   if (expected_begin != available) {
@@ -302,24 +318,13 @@ absl::Status SafetensorsFile::Read(const std::string& name, int64_t offset, int6
     return absl::OutOfRangeError(absl::StrCat(path_, ": tensor '", name, "': ", bytes, " bytes at ",
                                               offset, ", it has ", info->num_bytes));
   }
-  auto* next = static_cast<std::byte*>(destination);
-  int64_t position = info->file_offset + offset;
-  while (bytes > 0) {
-    const ssize_t got = pread(fd_, next, static_cast<size_t>(bytes), position);
-    if (got < 0) {
-      if (errno == EINTR) continue;
-      return SystemError(errno, absl::StrCat(path_, ": tensor '", name, "': read"));
-    }
-    if (got == 0) {
-      return absl::DataLossError(absl::StrCat(path_, ": tensor '", name, "': the file has become ",
-                                              "shorter: it ends at byte ", position, " of ",
-                                              size_));
-    }
-    next += got;
-    position += got;
-    bytes -= got;
-  }
-  return absl::OkStatus();
+  const int64_t position = info->file_offset + offset;
+  const int64_t got = ReadAt(fd_, position, bytes, destination);
+  if (got < 0) return SystemError(errno, absl::StrCat(path_, ": tensor '", name, "': read"));
+  if (got == bytes) return absl::OkStatus();
+  return absl::DataLossError(absl::StrCat(path_, ": tensor '", name, "': the file has become ",
+                                          "shorter: it ends at byte ", position + got, " of ",
+                                          size_));
 }
 
 absl::StatusOr<Tensor> SafetensorsFile::ReadTensor(const std::string& name) const {
@@ -332,10 +337,6 @@ absl::StatusOr<Tensor> SafetensorsFile::ReadTensor(const std::string& name) cons
   Tensor tensor(info->dtype, info->shape);
   RETURN_IF_ERROR(Read(name, 0, info->num_bytes, tensor.data()));
   return tensor;
-}
-
-void SafetensorsFile::AdviseRandom(bool random) const {
-  posix_fadvise(fd_, 0, 0, random ? POSIX_FADV_RANDOM : POSIX_FADV_NORMAL);
 }
 
 absl::Status WriteSafetensors(const std::string& path,

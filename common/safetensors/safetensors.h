@@ -32,10 +32,9 @@ struct TensorInfo {
 
 // A file, opened for reading. Immutable: all methods may be called concurrently.
 //
-// The header is parsed in a mapping that goes away with Open(). The tensors are not mapped but
-// copied with pread: a file that is cut short while it is open is then an error and not a SIGBUS,
-// no page of the file ever counts as this process's memory, and the one copy goes straight to where
-// the weights stay.
+// Nothing is mapped but copied with pread: a file that is cut short while it is open is then an
+// error and not a SIGBUS, no page of the file ever counts as this process's memory, and the one
+// copy goes straight to where the weights stay. Nothing is read ahead.
 class SafetensorsFile {
  public:
   // Opens the file and checks its whole header. NOT_FOUND, PERMISSION_DENIED, INVALID_ARGUMENT
@@ -62,13 +61,9 @@ class SafetensorsFile {
   // The whole tensor, copied. UNIMPLEMENTED for elements of less than a byte (F4, F6_*).
   absl::StatusOr<Tensor> ReadTensor(const std::string& name) const;
 
-  // Tells the system not to read ahead of Read() (random = true), or to do so again.
-  void AdviseRandom(bool random) const;
-
  private:
   SafetensorsFile(std::string path, int fd) : path_(std::move(path)), fd_(fd) {}
-  // `bytes`: the first bytes of the file, up to the end of its header of `length` bytes.
-  absl::Status ParseHeader(const std::byte* bytes, uint64_t length);
+  absl::Status ParseHeader(const std::string& header_text);
   absl::Status Malformed(const std::string& what) const;
 
   const std::string path_;
