@@ -44,8 +44,6 @@ absl::StatusOr<std::string> Fingerprint(const std::string& canonical_config, con
                                         const ModelDescription& model) {
   Sha256 hash;
   hash.Add(canonical_config);
-  // Samples are far apart: reading ahead would fetch whole tensors for them.
-  for (const auto& file : shards.files) file->AdviseRandom(true);
   for (const auto& [name, location] : shards.tensors) {
     const int64_t bytes = location.info->num_bytes;
     const int64_t first = std::min(bytes, kSampleHalf);
@@ -58,7 +56,6 @@ absl::StatusOr<std::string> Fingerprint(const std::string& canonical_config, con
     hash.Add(ShapeToString(location.info->shape));
     hash.Add(sample);
   }
-  for (const auto& file : shards.files) file->AdviseRandom(false);
   for (const LayerDescription& layer : model.layers) {
     hash.Add(absl::StrCat("layer ", layer.layer, ": format native, pad multiple 1"));
   }

@@ -158,6 +158,8 @@ absl::StatusOr<std::shared_ptr<const SafetensorsFile>> SafetensorsFile::Open(
     return file->Malformed(absl::StrCat("HeaderTooSmall: the file has ", file->size_,
                                         " bytes, expected at least ", kLengthBytes));
   }
+  // What is read ahead of a tensor would be others', which another server holds.
+  posix_fadvise(opened.fd, 0, 0, POSIX_FADV_RANDOM);
   uint64_t length;
   RETURN_IF_ERROR(ReadAt(opened.fd, 0, sizeof(length), &length, path));
   if (length > kMaxSafetensorsHeader) {
@@ -288,10 +290,6 @@ absl::StatusOr<Tensor> SafetensorsFile::ReadTensor(const std::string& name) cons
   Tensor tensor(info->dtype, info->shape);
   RETURN_IF_ERROR(Read(name, 0, info->num_bytes, tensor.data()));
   return tensor;
-}
-
-void SafetensorsFile::AdviseRandom(bool random) const {
-  posix_fadvise(fd_, 0, 0, random ? POSIX_FADV_RANDOM : POSIX_FADV_NORMAL);
 }
 
 absl::Status WriteSafetensors(const std::string& path,

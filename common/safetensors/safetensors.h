@@ -34,7 +34,7 @@ struct TensorInfo {
 //
 // Nothing is mapped, all is copied with pread: a file that is cut short while it is open is then an
 // error and not a SIGBUS, no page of the file ever counts as this process's memory, and the one
-// copy of a tensor goes straight to where the weights stay.
+// copy of a tensor goes straight to where the weights stay. Nothing is read ahead.
 class SafetensorsFile {
  public:
   // Opens the file and checks its whole header. Errors of OpenRegularFile; INVALID_ARGUMENT for a
@@ -60,9 +60,6 @@ class SafetensorsFile {
 
   // The whole tensor, copied. UNIMPLEMENTED for elements of less than a byte (F4, F6_*).
   absl::StatusOr<Tensor> ReadTensor(const std::string& name) const;
-
-  // Tells the system not to read ahead of Read() (random = true), or to do so again.
-  void AdviseRandom(bool random) const;
 
  private:
   SafetensorsFile(std::string path, int fd) : path_(std::move(path)), fd_(fd) {}

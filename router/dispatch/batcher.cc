@@ -112,8 +112,8 @@ void Batcher::Advance(bool may_take_long) {
 
 bool Batcher::IsHeavy(const Steps& steps) const {
   int64_t tokens = 0;
-  if (steps.start != nullptr) {
-    for (const Round::Part& part : steps.start->parts) tokens += part.tokens;
+  for (const std::shared_ptr<Round>& round : steps.start) {
+    for (const Round::Part& part : round->parts) tokens += part.tokens;
   }
   for (const auto& [round, p] : steps.ready) tokens += round->parts[p].tokens;
   return tokens > light_tokens_;
@@ -140,8 +140,12 @@ Batcher::Steps Batcher::NextSteps(absl::Time now) {
   Steps steps;
   if (now >= next_check_) CheckCallers(now, &steps);
   FindSuspects(now);  // before the rounds of those who have just given up are
+  for (const std::shared_ptr<Round>& round : rounds_) {
+    if (auto again = TakeOver(*round, now, &steps)) steps.start.push_back(std::move(again));
+  }
   std::erase_if(rounds_, [&](const std::shared_ptr<Round>& round) ABSL_EXCLUSIVE_LOCKS_REQUIRED(
                              mutex_) { return Review(round, &steps); });
+  rounds_.insert(rounds_.end(), steps.start.begin(), steps.start.end());
   if (rounds_.empty()) last_reply_.clear();
   young_rounds_ = static_cast<int>(std::count_if(
       rounds_.begin(), rounds_.end(),
@@ -152,7 +156,7 @@ Batcher::Steps Batcher::NextSteps(absl::Time now) {
     return call->answered();
   });
   if (left > 0) CountQueued();
-  steps.start = TakeRound(now);
+  if (auto next = TakeRound(now)) steps.start.push_back(std::move(next));
   return steps;
 }
 
@@ -178,15 +182,39 @@ void Batcher::CheckCallers(absl::Time now, Steps* steps) {
   }
 }
 
-bool Batcher::Review(const std::shared_ptr<Round>& round, Steps* steps) {
-  for (const Round::Slice& slice : round->slices) {
+std::shared_ptr<Round> Batcher::TakeOver(Round& round, absl::Time now, Steps* steps) {
+  std::vector<std::shared_ptr<ExpertBackend>> lost = round.lost;
+  bool failed = false;
+  for (const Round::Slice& slice : round.slices) {
+    failed |= !slice.failure.ok();
+    if (absl::IsUnavailable(slice.failure)) lost.push_back(slice.backend);
+  }
+  if (!failed) return nullptr;
+  const LayerPlacement others = membership_->Place(layer_.layer, lost);
+  auto again = std::make_shared<Round>();
+  again->dtype = round.dtype;
+  again->start = now;
+  again->suspects = suspects_;
+  again->lost = std::move(lost);
+  for (const Round::Slice& slice : round.slices) {
     if (slice.failure.ok()) continue;
     for (const size_t p : slice.parts) {
-      const Round::Part& part = round->parts[p];
-      if (part.call->answered()) continue;
-      Fail(*part.call, DescribeFailure(layer_, part, slice), &steps->failed);
+      Round::Part& part = round.parts[p];
+      if (part.closed || part.call->answered()) continue;
+      if (absl::IsUnavailable(slice.failure) &&
+          others.Missing(NeededExperts(layer_, part.topk_ids())).empty()) {
+        again->parts.push_back({.call = part.call, .begin = part.begin, .tokens = part.tokens});
+        ++part.call->rounds;
+        Close(part);
+      } else {
+        Fail(*part.call, DescribeFailure(layer_, part, slice), &steps->failed);
+      }
     }
   }
+  return again->parts.empty() ? nullptr : again;
+}
+
+bool Batcher::Review(const std::shared_ptr<Round>& round, Steps* steps) {
   for (size_t p = 0; p < round->parts.size(); ++p) {
     Round::Part& part = round->parts[p];
     if (part.closed) continue;
@@ -334,7 +362,7 @@ void Batcher::Run(Steps steps) {
   for (auto& [done, status] : steps.failed) std::move(done)(status);
   for (const auto& [backend, id] : steps.cancelled) backend->Cancel(id);
   // First: the servers compute while this thread combines.
-  if (steps.start != nullptr) Start(steps.start);
+  for (const std::shared_ptr<Round>& round : steps.start) Start(round);
   for (const auto& [round, p] : steps.ready) {
     const Round::Part& part = round->parts[p];
     BatchedCall& call = *part.call;
@@ -362,7 +390,7 @@ void Batcher::Run(Steps steps) {
 
 void Batcher::Start(const std::shared_ptr<Round>& round) {
   std::vector<std::pair<ForwardDone, absl::Status>> failed;
-  LayerPlacement placement = membership_->Place(layer_.layer);
+  LayerPlacement placement = membership_->Place(layer_.layer, round->lost);
   if (!round->suspects.empty()) {  // unless all are
     std::vector<int32_t> in_time = placement.shared_servers;
     std::erase_if(in_time, [&](int32_t server) {

@@ -81,7 +81,8 @@ class Batcher : public std::enable_shared_from_this<Batcher> {
 
   // Answers the call (call, result and done are filled in) as soon as its rounds are over, its
   // deadline has passed (DEADLINE_EXCEEDED), its caller has given up (CANCELLED) or a server that
-  // it needs has failed.
+  // it needs has failed. What a server that has gone was asked for is asked of others as long as
+  // they hold all that is needed.
   void Submit(std::shared_ptr<BatchedCall> call);
 
  private:
@@ -90,10 +91,10 @@ class Batcher : public std::enable_shared_from_this<Batcher> {
   struct Steps {
     std::vector<std::pair<ForwardDone, absl::Status>> failed;
     std::vector<std::pair<std::shared_ptr<ExpertBackend>, uint64_t>> cancelled;
-    std::shared_ptr<Round> start;
+    std::vector<std::shared_ptr<Round>> start;
     std::vector<std::pair<std::shared_ptr<Round>, size_t>> ready;  // parts to combine
     bool empty() const {
-      return failed.empty() && cancelled.empty() && start == nullptr && ready.empty();
+      return failed.empty() && cancelled.empty() && start.empty() && ready.empty();
     }
   };
 
@@ -109,6 +110,10 @@ class Batcher : public std::enable_shared_from_this<Batcher> {
   void SetAlarm() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Steps NextSteps(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void CheckCallers(absl::Time now, Steps* steps) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The failures of the round's slices: parts that others can compute go on in another round, which
+  // is returned (else null), the calls of the rest fail.
+  std::shared_ptr<Round> TakeOver(Round& round, absl::Time now, Steps* steps)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // True when the round is over.
   bool Review(const std::shared_ptr<Round>& round, Steps* steps)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

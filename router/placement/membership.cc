@@ -203,17 +203,20 @@ std::string Membership::MissingLocked() const {
   return "";
 }
 
-LayerPlacement Membership::Place(int32_t layer) const {
+LayerPlacement Membership::Place(int32_t layer,
+                                 absl::Span<const std::shared_ptr<ExpertBackend>> without) const {
   absl::MutexLock lock(&mutex_);
-  return PlaceLocked(*model_.Find(layer));
+  return PlaceLocked(*model_.Find(layer), without);
 }
 
-LayerPlacement Membership::PlaceLocked(const LayerDescription& layer) const {
+LayerPlacement Membership::PlaceLocked(
+    const LayerDescription& layer, absl::Span<const std::shared_ptr<ExpertBackend>> without) const {
   LayerPlacement placement;
   placement.epoch = epoch_;
   placement.server_of_expert.assign(layer.num_held(), -1);
   for (const auto& [name, server] : servers_) {
     if (server.backend == nullptr) continue;
+    if (std::find(without.begin(), without.end(), server.backend) != without.end()) continue;
     const auto held = server.record.registration.experts.find(layer.layer);
     if (held == server.record.registration.experts.end()) continue;
     const int32_t index = static_cast<int32_t>(placement.backends.size());

@@ -94,8 +94,10 @@ class Membership {
                                          absl::Time deadline,
                                          const std::function<bool()>& cancelled) const;
 
-  // As it is now, with experts missing or not. The model has the layer.
-  LayerPlacement Place(int32_t layer) const;
+  // As it is now, with experts missing or not, as if the servers `without` were down. The model has
+  // the layer.
+  LayerPlacement Place(int32_t layer,
+                       absl::Span<const std::shared_ptr<ExpertBackend>> without = {}) const;
 
   // Every server that registered since the start, by name.
   std::vector<ServerRecord> Servers() const;
@@ -117,7 +119,8 @@ class Membership {
   Server* Find(uint64_t ticket) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Changed() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::string MissingLocked() const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
-  LayerPlacement PlaceLocked(const LayerDescription& layer) const
+  LayerPlacement PlaceLocked(const LayerDescription& layer,
+                             absl::Span<const std::shared_ptr<ExpertBackend>> without = {}) const
       ABSL_SHARED_LOCKS_REQUIRED(mutex_);
 
   const ModelDescription model_;

@@ -98,6 +98,28 @@ def test_in_the_middle_of_a_call(processes):
     assert router.running() and servers[0].running()
 
 
+def test_in_the_middle_of_a_call_with_a_replica(processes):
+    """The replica takes over what the dead one was asked for: no call fails, and no bit is another."""
+    router = processes.router(OLMOE)
+    address = router.address()
+    servers = [processes.server(OLMOE, address, "0/1", "--name", name) for name in ("a", "b")]
+    x = tokens(128, 4000)
+    with expertmesh.Client(address) as client, ThreadPoolExecutor(1) as pool:
+        wait_until("two", lambda: list(processes.states(address).values()) == ["serving"] * 2)
+        start = time.monotonic()
+        before = bits(client.forward(LAYER, x))
+        whole = time.monotonic() - start
+        for fraction in (0.1, 0.4, 0.7):
+            call = pool.submit(client.forward, LAYER, x)
+            time.sleep(fraction * whole)
+            servers[0].kill()  # the first by name computes everything
+            assert bits(call.result(timeout=30)) == before
+            wait_until("down", lambda: processes.states(address)["a"] == "down", DETECTED_SECONDS)
+            servers[0] = processes.server(OLMOE, address, "0/1", "--name", "a")
+            wait_until("two", lambda: list(processes.states(address).values()) == ["serving"] * 2)
+    assert router.running() and servers[1].running()
+
+
 def test_serve_restarts_its_children(processes):
     serve = processes.serve(OLMOE, 2)
     address = serve.address()

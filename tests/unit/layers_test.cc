@@ -319,12 +319,36 @@ TEST(Layers, SharedExpertsMayBeElsewhere) {
   ExpectForward(*router, tokens, expected, 0, kTokens);
 }
 
+// Rows that a server that goes was asked for are asked of others, as long as there are any: of
+// shared experts and dense layers all have them, of routed ones replicas.
+TEST(Layers, OthersTakeOverFromServersThatGo) {
+  for (const LayerDescription& layer : {Dense(2), WithShared(Routed(), 2), Routed()}) {
+    const auto checkpoint = Made(layer);
+    const Tensor tokens = Tokens(DType::kBF16, kTokens);
+    const Expected expected = Restate(*checkpoint, kLayer, tokens);
+    int refused = 0;
+    const FakeServer::Handler handler = [&refused](size_t index, const Store& store,
+                                                   ExpertSlice slice, ExpertBackend::Done done) {
+      if (index == 0 || index == 3) return kAtOnce(index, store, std::move(slice), std::move(done));
+      ++refused;
+      std::move(done)(absl::UnavailableError("gone"));
+    };
+    const auto router =
+        Cluster(checkpoint, 2, handler, EngineKind::kGrouped, {.max_tokens = kTokens / 2});
+    for (const size_t replica : {2, 3}) {
+      AddServer(*router, replica, *ExpertStore::ShardOf(checkpoint->model(), 1, 2), handler);
+    }
+    ExpectForward(*router, tokens, expected, 0, kTokens);
+    EXPECT_GT(refused, 1);
+    for (int64_t t = 0; t < kTokens; ++t) ExpectForward(*router, tokens, expected, t, 1);
+  }
+}
+
 TEST(Layers, LosingSharedExpertsIsSaid) {
   const auto router = Cluster(
       Made(Dense(2)), 2,
-      [](size_t index, const Store& store, ExpertSlice slice, ExpertBackend::Done done) {
-        if (index == 1) return std::move(done)(absl::UnavailableError("gone"));
-        kAtOnce(index, store, std::move(slice), std::move(done));
+      [](size_t, const Store&, ExpertSlice, ExpertBackend::Done done) {
+        std::move(done)(absl::UnavailableError("gone"));
       },
       EngineKind::kGrouped);
   const Tensor tokens = Tokens(DType::kF32, 4);
