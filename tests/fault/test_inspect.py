@@ -156,7 +156,8 @@ def quantised(method: str, hidden: int, width: int) -> tuple[dict[str, Any], dic
             tensors[weight] = ("F8_E4M3", (n, k))
             grid = (ceil(n / 128), ceil(k / 128))
             scales = {"channel": ("BF16", (n, 1)), "tensor": ("F32", (1,)), "e8m0": ("F8_E8M0", grid)}
-            tensors[f"{weight}_scale{'_inv' if 'strategy' not in str(config) else ''}"] = scales.get(method, ("F32", grid))
+            suffix = "_scale_inv" if method in ("block", "e8m0") else "_scale"
+            tensors[weight + suffix] = scales.get(method, ("F32", grid))
             tensors[f"{block}.experts.{expert}.{name}_proj.input_scale"] = ("F32", ())
     return config, tensors
 

@@ -215,11 +215,12 @@ def config():
         "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]},
         "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
     }
+    eight_bits = {"num_bits": 8, "type": "float"}
     refused = {
         "format": {**compressed, "format": "nvfp4-pack-quantized"},
         "sparse": {**compressed, "sparsity_config": {"format": "sparse-24-bitmask"}},
         "groups": {**compressed, "config_groups": {}},
-        "strategy": {**compressed, "config_groups": {"a": {"weights": {"num_bits": 8, "type": "float", "strategy": "x"}}}},
+        "strategy": {**compressed, "config_groups": {"a": {"weights": {**eight_bits, "strategy": "x"}}}},
         "int": {**compressed, "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}}}},
         "blocks": {"quant_method": "fp8", "weight_block_size": [64, 64]},
         "fmt": {"quant_method": "fp8", "fmt": "e5m2"},
