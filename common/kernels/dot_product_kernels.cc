@@ -34,8 +34,17 @@ INLINE __m512i BroadcastPair(const std::byte* x) {
   return pair;
 }
 
+constexpr int64_t kPairBytes = 2 * sizeof(uint16_t);
+
 INLINE float* SumsOf(const TileArgs& args, int panel, int row) {
   return args.c + panel * args.c_stride + row * kPanelColumns;
+}
+
+template <int kRows, int kPanels>
+INLINE void StoreSums(const TileArgs& args, const __m512 (&acc)[kPanels][kRows]) {
+  UNROLL for (int p = 0; p < kPanels; ++p) {
+    UNROLL for (int r = 0; r < kRows; ++r) _mm512_store_ps(SumsOf(args, p, r), acc[p][r]);
+  }
 }
 
 // The chains of one block of k are done: c = fma(chain, scale, c), and the next ones begin.
@@ -53,13 +62,15 @@ INLINE void AddScaled(const TileArgs& args, const std::byte* scales, bool from_z
   }
 }
 
-// acc += w[2k + 1] x[2k + 1], then += w[2k] x[2k], for 16 columns.
-template <int kRows, int kPanels>
+// acc += w[2k + 1] x[2k + 1], then += w[2k] x[2k], for 16 columns. kScaled: the lines are those of
+// one scale, which have chains of their own (kFp8Block128).
+template <bool kScaled, int kRows, int kPanels>
 DOT_PRODUCT_TARGET KERNEL_NOINLINE void Tile(const TileArgs& args) {
   __m512 acc[kPanels][kRows];
   UNROLL for (int p = 0; p < kPanels; ++p) {
     UNROLL for (int r = 0; r < kRows; ++r) {
-      acc[p][r] = args.from_zero ? _mm512_setzero_ps() : _mm512_load_ps(SumsOf(args, p, r));
+      const bool from_zero = kScaled || args.from_zero;
+      acc[p][r] = from_zero ? _mm512_setzero_ps() : _mm512_load_ps(SumsOf(args, p, r));
     }
   }
   const std::byte* line = args.weights;
@@ -85,44 +96,70 @@ DOT_PRODUCT_TARGET KERNEL_NOINLINE void Tile(const TileArgs& args) {
       }
     }
     line += kLineBytes;
-    x += 2 * sizeof(uint16_t);
+    x += kPairBytes;
   }
-  UNROLL for (int p = 0; p < kPanels; ++p) {
-    UNROLL for (int r = 0; r < kRows; ++r) _mm512_store_ps(SumsOf(args, p, r), acc[p][r]);
+  if constexpr (kScaled) {
+    AddScaled<kRows, kPanels>(args, args.scales, args.from_zero, acc);
+  } else {
+    StoreSums<kRows, kPanels>(args, acc);
   }
 }
+
+// Keeps a vector in its register: GCC 12 would load it again wherever it is used.
+INLINE void Keep(__m512i& v) { asm("" : "+v"(v)); }
 
 // The lookup of AVX512_VBMI: table[i mod 128] of 128 bytes. By hand, since the rest of the file is
 // also for processors without it.
-INLINE __m512i Lookup128(__m512i index, const uint8_t* table) {
-  asm("vpermi2b %2, %1, %0"
-      : "+v"(index)
-      : "v"(_mm512_load_si512(table)), "m"(*reinterpret_cast<const __m512i*>(table + 64)));
+INLINE __m512i Lookup128(__m512i index, const __m512i (&table)[2]) {
+  asm("vpermi2b %2, %1, %0" : "+v"(index) : "v"(table[0]), "v"(table[1]));
   return index;
 }
 
-// The formats of a quantised line, as in kernels.cc.
+// The formats of a quantised line, as in kernels.cc. PanelsAtOnce: how many a tile widens before it
+// multiplies them, as measured.
 struct LinesFp8 {
   static constexpr int kWords = 2;
+  static constexpr int PanelsAtOnce(int rows, bool /*wide*/) { return rows <= 3 ? 4 : 2; }
   static constexpr int64_t kScaleLines = kFp8BlockK / 4;
   static constexpr int64_t kScaleBytes = kLineBytes;
   struct Scale {};
+  struct Tables {
+    __m512i low[2], high[2], sign;
+  };
+  INLINE static Tables LoadTables() {
+    Tables t;
+    UNROLL for (int i = 0; i < 2; ++i) {
+      t.low[i] = _mm512_load_si512(kWidenTables.e4m3_low + 64 * i);
+      t.high[i] = _mm512_load_si512(kWidenTables.e4m3_high + 64 * i);
+      Keep(t.low[i]);
+      Keep(t.high[i]);
+    }
+    t.sign = _mm512_set1_epi8(static_cast<char>(0x80));
+    return t;
+  }
   INLINE static Scale LoadScale(const std::byte* /*scales*/) { return {}; }
-  INLINE static void Widen(const std::byte* line, Scale /*scale*/, __m512i (&words)[kWords]) {
-    const __m512i v = _mm512_load_si512(line);
-    const __m512i low = Lookup128(v, kWidenTables.e4m3_low);
-    const __m512i magnitude = Lookup128(v, kWidenTables.e4m3_high);
-    const __m512i sign = _mm512_set1_epi8(static_cast<char>(0x80));
-    const __m512i high = _mm512_ternarylogic_epi32(magnitude, v, sign, 0xf8);  // a | b & c
+  template <int kRows>
+  INLINE static void Widen(const Tables& t, const std::byte* line, Scale /*scale*/,
+                           __m512i (&words)[kWords]) {
+    __m512i v = _mm512_load_si512(line);
+    Keep(v);
+    const __m512i low = Lookup128(v, t.low);
+    const __m512i magnitude = Lookup128(v, t.high);
+    const __m512i high = _mm512_ternarylogic_epi32(magnitude, v, t.sign, 0xf8);  // a | b & c
     words[0] = _mm512_unpacklo_epi8(low, high);
     words[1] = _mm512_unpackhi_epi8(low, high);
   }
 };
 struct LinesMxfp4 {
   static constexpr int kWords = 4;
+  static constexpr int PanelsAtOnce(int rows, bool wide) { return rows <= 5 || wide ? 2 : 1; }
   static constexpr int64_t kScaleLines = kMxBlockK / 8;
   static constexpr int64_t kScaleBytes = kPanelColumns;
   using Scale = __m512i;
+  struct Tables {
+    __m512i words;
+  };
+  INLINE static Tables LoadTables() { return {_mm512_load_si512(kWidenTables.e2m1)}; }
   INLINE static Scale LoadScale(const std::byte* scales) {
     const __m512i scale =
         _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(scales)));
@@ -130,39 +167,49 @@ struct LinesMxfp4 {
         _mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(kMaxMxfp4Scale), scale), 7);
     return _mm512_or_si512(shift, _mm512_slli_epi32(shift, 16));
   }
-  INLINE static void Widen(const std::byte* line, Scale scale, __m512i (&words)[kWords]) {
-    const __m512i v = _mm512_load_si512(line);
-    const __m512i low_table = TableOf16(kWidenTables.e2m1_low);
-    const __m512i high_table = TableOf16(kWidenTables.e2m1_high);
-    const __m512i nibble = _mm512_set1_epi8(0x0f);
-    const __m512i nibbles[2] = {_mm512_and_si512(v, nibble),
-                                _mm512_and_si512(_mm512_srli_epi16(v, 4), nibble)};
+  template <int kRows>
+  INLINE static void Widen(const Tables& t, const std::byte* line, Scale scale,
+                           __m512i (&words)[kWords]) {
+    __m512i v = _mm512_load_si512(line);
+    Keep(v);
+    // The lookup uses 5 bits of each word, and the table is there twice.
+    const __m512i codes[2] = {_mm512_unpacklo_epi8(v, v), _mm512_unpackhi_epi8(v, v)};
     UNROLL for (int i = 0; i < 2; ++i) {
-      const __m512i low = _mm512_shuffle_epi8(low_table, nibbles[i]);
-      const __m512i high = _mm512_shuffle_epi8(high_table, nibbles[i]);
-      words[2 * i] = _mm512_subs_epu16(_mm512_unpacklo_epi8(low, high), scale);
-      words[2 * i + 1] = _mm512_subs_epu16(_mm512_unpackhi_epi8(low, high), scale);
+      words[i] = Scaled<kRows>(_mm512_permutexvar_epi16(codes[i], t.words), scale);
+      words[2 + i] =
+          Scaled<kRows>(_mm512_permutexvar_epi16(_mm512_srli_epi16(codes[i], 4), t.words), scale);
     }
   }
-  INLINE static __m512i TableOf16(const uint8_t* table) {
-    return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
+  // A subtraction that saturates at zero. Of more than two rows by two instructions: the one there
+  // is competes with the dot product.
+  template <int kRows>
+  INLINE static __m512i Scaled(__m512i words, Scale scale) {
+    if constexpr (kRows <= 2) return _mm512_subs_epu16(words, scale);
+    return _mm512_sub_epi16(_mm512_max_epu16(words, scale), scale);
   }
 };
 
-// Few rows: a whole block from its first line on, widened in registers. kScaled: the lines of a
-// scale have chains of their own (kFp8Block128).
-template <class Lines, bool kScaled, int kRows, int kPanels>
+// The same for quantised lines, from the first one of a scale on, widened in registers and, where
+// kWide, also for other tiles. A few panels are widened before they are multiplied, so that a pair
+// is broadcast once for all of them.
+template <class Lines, bool kScaled, bool kWide, int kRows, int kPanels>
 DOT_PRODUCT_TARGET KERNEL_NOINLINE void WideningTile(const TileArgs& args) {
   __m512 acc[kPanels][kRows];
   UNROLL for (int p = 0; p < kPanels; ++p) {
-    UNROLL for (int r = 0; r < kRows; ++r) acc[p][r] = _mm512_setzero_ps();
+    UNROLL for (int r = 0; r < kRows; ++r) {
+      acc[p][r] =
+          kScaled || args.from_zero ? _mm512_setzero_ps() : _mm512_load_ps(SumsOf(args, p, r));
+    }
   }
+  constexpr int kGroup = Lines::PanelsAtOnce(kRows, kWide);
+  const typename Lines::Tables tables = Lines::LoadTables();
   const std::byte* line = args.weights;
   const int64_t panel_bytes = args.panel_bytes;
   const auto* x = static_cast<const std::byte*>(args.x);
   const int64_t x_stride = args.x_stride;
   const std::byte* prefetch = args.prefetch;
   const std::byte* scales = args.scales;
+  [[maybe_unused]] std::byte* wide = args.wide;
   for (int64_t left = args.lines; left > 0;) {
     const int64_t lines = left < Lines::kScaleLines ? left : Lines::kScaleLines;
     left -= lines;
@@ -175,49 +222,40 @@ DOT_PRODUCT_TARGET KERNEL_NOINLINE void WideningTile(const TileArgs& args) {
         __builtin_prefetch(prefetch + p * panel_bytes, 0, 2);
       }
       prefetch += kLineBytes;
-      UNROLL for (int p = 0; p < kPanels; ++p) {
-        __m512i words[Lines::kWords];
-        Lines::Widen(line + p * panel_bytes, scale[p], words);
+      UNROLL for (int first = 0; first < kPanels; first += kGroup) {
+        __m512i words[kGroup][Lines::kWords];
+        UNROLL for (int p = 0; p < kGroup; ++p) {
+          Lines::template Widen<kRows>(tables, line + (first + p) * panel_bytes, scale[first + p],
+                                       words[p]);
+        }
+        if constexpr (kWide) {
+          UNROLL for (int p = 0; p < kGroup; ++p) {
+            UNROLL for (int w = 0; w < Lines::kWords; ++w) {
+              _mm512_store_si512(wide + (first + p) * args.wide_bytes + w * kLineBytes,
+                                 words[p][w]);
+            }
+          }
+        }
         UNROLL for (int w = 0; w < Lines::kWords; ++w) {
           UNROLL for (int r = 0; r < kRows; ++r) {
-            const __m512i pair = BroadcastPair(x + r * x_stride + w * 2 * sizeof(uint16_t));
-            acc[p][r] = _mm512_dpbf16_ps(acc[p][r], (__m512bh)words[w], (__m512bh)pair);
+            const __m512i pair = BroadcastPair(x + r * x_stride + w * kPairBytes);
+            UNROLL for (int p = 0; p < kGroup; ++p) {
+              acc[first + p][r] =
+                  _mm512_dpbf16_ps(acc[first + p][r], (__m512bh)words[p][w], (__m512bh)pair);
+            }
           }
         }
       }
       line += kLineBytes;
-      x += Lines::kWords * 2 * sizeof(uint16_t);
+      x += Lines::kWords * kPairBytes;
+      if constexpr (kWide) wide += Lines::kWords * kLineBytes;
     }
     if constexpr (kScaled) {
-      AddScaled<kRows, kPanels>(args, scales, scales == args.scales, acc);
+      AddScaled<kRows, kPanels>(args, scales, args.from_zero && scales == args.scales, acc);
     }
     scales += Lines::kScaleBytes;
   }
-  if constexpr (!kScaled) {
-    UNROLL for (int p = 0; p < kPanels; ++p) {
-      UNROLL for (int r = 0; r < kRows; ++r) _mm512_store_ps(SumsOf(args, p, r), acc[p][r]);
-    }
-  }
-}
-
-template <class Lines>
-DOT_PRODUCT_TARGET KERNEL_NOINLINE void WidenLines(const std::byte* from, const std::byte* scales,
-                                                   int64_t lines, std::byte* to) {
-  for (int64_t left = lines; left > 0;) {
-    const int64_t block = left < Lines::kScaleLines ? left : Lines::kScaleLines;
-    left -= block;
-    const typename Lines::Scale scale = Lines::LoadScale(scales);
-    for (int64_t n = block; n > 0; --n) {
-      __m512i words[Lines::kWords];
-      Lines::Widen(from, scale, words);
-      UNROLL for (int w = 0; w < Lines::kWords; ++w) {
-        _mm512_store_si512(to + w * kLineBytes, words[w]);
-      }
-      from += kLineBytes;
-      to += Lines::kWords * kLineBytes;
-    }
-    scales += Lines::kScaleBytes;
-  }
+  if constexpr (!kScaled) StoreSums<kRows, kPanels>(args, acc);
 }
 
 DOT_PRODUCT_TARGET KERNEL_NOINLINE void DotProduct(const uint32_t* a, const uint32_t* b,
@@ -233,25 +271,33 @@ KERNEL_NOINLINE KERNEL_FMA float PairChain(uint32_t a, uint32_t b, float acc) {
 
 using RowsLess1 = std::make_integer_sequence<int, kMaxTileRows>;
 
-template <int... kRowsLess1>
+template <bool kScaled, int... kRowsLess1>
 Tiles MakeTiles(std::integer_sequence<int, kRowsLess1...> /*rows*/) {
   Tiles tiles;
-  ((tiles.tile[kRowsLess1 + 1] = Tile<kRowsLess1 + 1, kBlockPanels>), ...);
+  ((tiles.tile[kRowsLess1 + 1] = Tile<kScaled, kRowsLess1 + 1, kBlockPanels>), ...);
   for (int& panels : tiles.panels) panels = kBlockPanels;
   return tiles;
 }
 
-template <class Lines, bool kScaled, int... kRowsLess1>
-TileKernels MakeQuantised(int64_t chunk_k, std::integer_sequence<int, kRowsLess1...> rows) {
-  TileKernels kernels;
-  ((kernels.single_pass.tile[kRowsLess1 + 1] =
-        WideningTile<Lines, kScaled, kRowsLess1 + 1, kBlockPanels>),
+template <class Lines, bool kScaled, bool kWide, int... kRowsLess1>
+Tiles MakeWideningTiles(std::integer_sequence<int, kRowsLess1...> /*rows*/) {
+  Tiles tiles;
+  ((tiles.tile[kRowsLess1 + 1] = WideningTile<Lines, kScaled, kWide, kRowsLess1 + 1, kBlockPanels>),
    ...);
-  for (int& panels : kernels.single_pass.panels) panels = kBlockPanels;
-  kernels.single_pass_rows = 6;
-  kernels.chunked = MakeTiles(rows);
+  for (int& panels : tiles.panels) panels = kBlockPanels;
+  return tiles;
+}
+
+template <class Lines, bool kScaled>
+TileKernels MakeQuantised(int64_t chunk_k) {
+  const RowsLess1 rows;
+  TileKernels kernels;
+  kernels.single_pass = MakeWideningTiles<Lines, kScaled, false>(rows);
+  kernels.single_pass_rows = kMaxTileRows;
+  kernels.widening = MakeWideningTiles<Lines, kScaled, true>(rows);
+  kernels.chunked = MakeTiles<kScaled>(rows);
   kernels.chunk_lines = chunk_k / (2 * Lines::kWords);
-  kernels.widen = WidenLines<Lines>;
+  kernels.widens = true;
   return kernels;
 }
 
@@ -259,15 +305,15 @@ TileKernels MakeQuantised(int64_t chunk_k, std::integer_sequence<int, kRowsLess1
 
 void AddDotProductKernels(Kernels* kernels) {
   const RowsLess1 rows;
-  kernels->bf16_pairs.single_pass = MakeTiles(rows);
+  kernels->bf16_pairs.single_pass = MakeTiles<false>(rows);
   kernels->bf16_pairs.single_pass_rows = 6;
   kernels->bf16_pairs.chunked = kernels->bf16_pairs.single_pass;
   kernels->bf16_pairs.chunk_lines = 1024;
-  kernels->mxfp4_pairs = MakeQuantised<LinesMxfp4, false>(256, rows);
+  kernels->mxfp4_pairs = MakeQuantised<LinesMxfp4, false>(256);
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx512vbmi")) return;
-  kernels->fp8_block_pairs = MakeQuantised<LinesFp8, true>(kFp8BlockK, rows);
-  kernels->fp8_pairs = MakeQuantised<LinesFp8, false>(256, rows);
+  kernels->fp8_block_pairs = MakeQuantised<LinesFp8, true>(kFp8BlockK);
+  kernels->fp8_pairs = MakeQuantised<LinesFp8, false>(256);
 }
 
 bool DotProductHasContractOrder() {

@@ -7,8 +7,8 @@ namespace expertmesh {
 namespace {
 
 // How far ahead of its own reads a single pass fetches each panel: the latency of memory times the
-// rate at which one panel is read.
-constexpr int64_t kPrefetchAhead = 1024;
+// rate at which one panel is read. Measured: plain weights lose by more, others by less.
+int64_t PrefetchAhead(const TileKernels& tiles) { return tiles.widens ? 2048 : 1024; }
 
 // Rows computed between two questions whether anybody still waits: a few milliseconds at most.
 constexpr int64_t kStopInterval = 256;
@@ -34,11 +34,24 @@ const TileKernels& TilesFor(const Kernels& kernels, WeightFormat format, DType w
 // Chunks of quantised weights begin where a scale does and fit in the scratch.
 int64_t ChunkLines(const PackedWeights& weights, const TileKernels& tiles, int64_t wanted) {
   const int64_t lines = wanted < 0 ? tiles.chunk_lines : wanted;
-  if (tiles.widen == nullptr) return lines;
+  if (!tiles.widens) return lines;
   if (weights.format() == WeightFormat::kFp8Block128) return kFp8BlockK / weights.k_per_line();
   const int64_t multiple = kMxBlockK / weights.k_per_line();
   const int64_t most = kMaxWidenedK / weights.k_per_line();
   return std::clamp((lines + multiple - 1) / multiple * multiple, multiple, most);
+}
+
+// Where a single pass may be split: between scales, whatever the format.
+constexpr int64_t kSplitLines = kFp8BlockK / KPerLine(WeightFormat::kFp8Block128, DType::kF8_E4M3);
+
+// Fetches the scales of panels: each is read long after the one before it, so that no prefetcher of
+// the processor helps.
+void FetchHeads(const std::byte* panels, int count, int64_t panel_bytes, int64_t head) {
+  for (int p = 0; p < count; ++p) {
+    for (int64_t at = 0; at < head; at += kLineBytes) {
+      __builtin_prefetch(panels + p * panel_bytes + at, 0, 2);
+    }
+  }
 }
 
 }  // namespace
@@ -147,64 +160,83 @@ void GroupedGemm::RunTiles(const Task& task, const Task& next, std::byte* scratc
 
   if (rows <= single_pass_rows_) {
     const int panels = tiles_.single_pass.panels[rows];
-    tile.x = x;
-    tile.lines = lines;
+    // The last lines fetch the first ones of the panels that come next.
+    const int64_t ahead = PrefetchAhead(tiles_);
+    const int64_t end =
+        std::max<int64_t>(0, lines - ahead / kLineBytes) / kSplitLines * kSplitLines;
     tile.prefetch_every = 1;
     for (int p = 0; p < kBlockPanels; p += panels) {
-      tile.scales = task.weights + p * panel_bytes;
-      tile.weights = tile.scales + head;
-      tile.prefetch = tile.weights + kPrefetchAhead;
+      const std::byte* const panel = task.weights + p * panel_bytes;
+      const std::byte* const after =
+          p + panels < kBlockPanels ? panel + panels * panel_bytes : next.weights;
       tile.c = c + p * tile.c_stride;
+      tile.from_zero = true;
+      if (end > 0) {
+        tile.x = x;
+        tile.scales = panel;
+        tile.weights = panel + head;
+        tile.prefetch = tile.weights + ahead;
+        tile.lines = end;
+        tiles_.single_pass.tile[rows](tile);
+        tile.from_zero = false;
+      }
+      FetchHeads(after, panels, panel_bytes, head);
+      tile.x = x + end * line_of_x;
+      tile.scales = panel + ScaleOffset(end);
+      tile.weights = panel + head + end * kLineBytes;
+      tile.prefetch = after + head;
+      tile.lines = lines - end;
       tiles_.single_pass.tile[rows](tile);
     }
     return;
   }
 
-  const bool blocks = weights.format() == WeightFormat::kFp8Block128;
-  alignas(kLineBytes) float chains[kBlockPanels * kMaxTileRows * kPanelColumns];
-  // Lines of BF16 that a line of quantised weights becomes.
-  const int64_t widened = tiles_.widen == nullptr ? 1 : weights.k_per_line() / 2;
+  // BF16 lines that a line becomes.
+  const int64_t widened = tiles_.widens ? weights.k_per_line() / 2 : 1;
   std::byte* const wide = scratch + kGemmSumBytes;
   const int64_t wide_bytes = chunk_lines_ * widened * kLineBytes;
+  tile.wide_bytes = wide_bytes;
   // Tiles of about equal height: a lower one at the end would be less efficient.
   const int64_t num_tiles = (rows + max_tile_rows_ - 1) / max_tile_rows_;
   const int64_t height = rows / num_tiles;
-  const int64_t higher = rows % num_tiles;  // tiles with one row more
+  const int64_t lower = num_tiles - rows % num_tiles;  // tiles before those with one row more
   for (int64_t line = 0; line < lines; line += chunk_lines_) {
     const int64_t count = std::min(chunk_lines_, lines - line);
     const bool last = line + chunk_lines_ >= lines;
     const std::byte* const chunk = task.weights + head + line * kLineBytes;
     // While this chunk is computed, the next one is fetched, a share with every tile.
     const std::byte* const ahead = last ? next.weights + head : chunk + chunk_lines_ * kLineBytes;
+    if (last) FetchHeads(next.weights, kBlockPanels, panel_bytes, head);
     const std::byte* const scales = task.weights + ScaleOffset(line);
     if (tiles_.widen != nullptr) {
       for (int p = 0; p < kBlockPanels; ++p) {
         tiles_.widen(chunk + p * panel_bytes, scales + p * panel_bytes, count,
                      wide + p * wide_bytes);
       }
-      tile.panel_bytes = wide_bytes;
     }
-    const std::byte* const source = tiles_.widen != nullptr ? wide : chunk;
     int64_t fetched = 0;
     int64_t row = 0;
-    tile.lines = count * widened;
-    tile.from_zero = blocks || line == 0;
+    tile.from_zero = line == 0;
     for (int64_t t = 0; t < num_tiles; ++t) {
-      const int64_t tile_rows = height + (t < higher ? 1 : 0);
-      const int panels = tiles_.chunked.panels[tile_rows];
-      if (blocks) tile.c_stride = tile_rows * kPanelColumns;
-      const int64_t share = count * (t + 1) / num_tiles - fetched;
-      tile.x = x + row * row_bytes_ + line * line_of_x;
+      const int64_t tile_rows = height + (t < lower ? 0 : 1);
+      const bool widening = t == 0 && tiles_.widens && tiles_.widen == nullptr;
+      const bool from_wide = tiles_.widens && !widening;
+      const Tiles& tiles = widening ? tiles_.widening : tiles_.chunked;
+      const std::byte* const source = from_wide ? wide : chunk;
+      tile.panel_bytes = from_wide ? wide_bytes : panel_bytes;
+      tile.lines = from_wide ? count * widened : count;
+      // A tile that widens fetches all of the next chunk.
+      const int64_t share = widening ? count : count * (t + 1) / num_tiles - fetched;
       tile.prefetch_every = share > 0 ? std::max<int64_t>(1, tile.lines / share) : -1;
+      const int panels = tiles.panels[tile_rows];
       for (int p = 0; p < kBlockPanels; p += panels) {
+        tile.x = x + row * row_bytes_ + line * line_of_x;
         tile.weights = source + p * tile.panel_bytes;
+        tile.scales = scales + p * panel_bytes;
+        tile.wide = wide + p * wide_bytes;
         tile.prefetch = ahead + p * panel_bytes + fetched * kLineBytes;
-        tile.c = (blocks ? chains : c + row * kPanelColumns) + p * tile.c_stride;
-        tiles_.chunked.tile[tile_rows](tile);
-      }
-      if (blocks) {
-        kernels_.add_scaled_chains(chains, tile_rows, scales, panel_bytes, line == 0,
-                                   c + row * kPanelColumns, rows * kPanelColumns);
+        tile.c = c + row * kPanelColumns + p * tile.c_stride;
+        tiles.tile[tile_rows](tile);
       }
       fetched += share;
       row += tile_rows;

@@ -131,13 +131,15 @@ HWY_INLINE void StoreSums(const TileArgs& args, const VF (&acc)[kPanels][kRows][
   }
 }
 
-template <class Lines, int kRows, int kPanels>
+// kScaled: the lines are those of one scale, which have chains of their own (kFp8Block128).
+template <class Lines, bool kScaled, int kRows, int kPanels>
 HWY_NOINLINE void Tile(const TileArgs& args) {
   VF acc[kPanels][kRows][kVectors];
   UNROLL for (int p = 0; p < kPanels; ++p) {
     UNROLL for (int r = 0; r < kRows; ++r) {
       UNROLL for (int v = 0; v < kVectors; ++v) {
-        acc[p][r][v] = args.from_zero ? hn::Zero(F()) : hn::Load(F(), SumsOf(args, p, r, v));
+        const bool from_zero = kScaled || args.from_zero;
+        acc[p][r][v] = from_zero ? hn::Zero(F()) : hn::Load(F(), SumsOf(args, p, r, v));
       }
     }
   }
@@ -189,7 +191,11 @@ HWY_NOINLINE void Tile(const TileArgs& args) {
     line += kLineBytes;
     x += Lines::kSteps;
   }
-  StoreSums<kRows, kPanels>(args, acc);
+  if constexpr (kScaled) {
+    AddScaled<kRows, kPanels>(args, args.scales, args.from_zero, acc);
+  } else {
+    StoreSums<kRows, kPanels>(args, acc);
+  }
 }
 
 // ---- Quantised weights -------------------------------------------------------------------------
@@ -215,13 +221,11 @@ struct LinesFp8 {
     const Bytes bytes;
     const VBytes v =
         hn::Load(bytes, reinterpret_cast<const uint8_t*>(line) + vector * kLanes * sizeof(float));
+    const VBytes magnitude = hn::And(v, hn::Set(bytes, 0x7f));
     // Bit 7, which makes a lookup give zero, unless the magnitude is below 16.
-    const VBytes fix = hn::Add(hn::And(v, hn::Set(bytes, 0x7f)), hn::Set(bytes, 0x70));
-    const Words halves;
-    const VBytes low_nibbles =
-        hn::And(hn::BitCast(bytes, hn::ShiftLeft<4>(hn::BitCast(halves, v))), hn::Set(bytes, 0xf0));
-    const VBytes low =
-        hn::Xor(low_nibbles, hn::TableLookupBytesOr0(TableOf16(kWidenTables.low_fix), fix));
+    const VBytes fix = hn::Add(magnitude, hn::Set(bytes, 0x70));
+    const VBytes low = hn::Xor(hn::TableLookupBytes(TableOf16(kWidenTables.low), magnitude),
+                               hn::TableLookupBytesOr0(TableOf16(kWidenTables.low_fix), fix));
     const VBytes high = hn::Xor(hn::TableLookupBytes(TableOf16(kWidenTables.high), HighNibbles(v)),
                                 hn::TableLookupBytesOr0(TableOf16(kWidenTables.high_fix), fix));
     words[0] = hn::BitCast(U(), hn::InterleaveLower(bytes, low, high));
@@ -262,14 +266,16 @@ struct LinesMxfp4 {
   }
 };
 
-// Few rows: a whole block from its first line on, widened in registers. kScaled: the lines of a
-// scale have chains of their own (kFp8Block128).
+// The same for quantised lines, from the first one of a scale on, widened in registers.
 template <class Lines, bool kScaled, int kRows, int kPanels>
 HWY_NOINLINE void WideningTile(const TileArgs& args) {
   VF acc[kPanels][kRows][kVectors];
   UNROLL for (int p = 0; p < kPanels; ++p) {
     UNROLL for (int r = 0; r < kRows; ++r) {
-      UNROLL for (int v = 0; v < kVectors; ++v) acc[p][r][v] = hn::Zero(F());
+      UNROLL for (int v = 0; v < kVectors; ++v) {
+        acc[p][r][v] =
+            kScaled || args.from_zero ? hn::Zero(F()) : hn::Load(F(), SumsOf(args, p, r, v));
+      }
     }
   }
   const std::byte* line = args.weights;
@@ -316,7 +322,7 @@ HWY_NOINLINE void WideningTile(const TileArgs& args) {
       x += 2 * Lines::kWords;
     }
     if constexpr (kScaled) {
-      AddScaled<kRows, kPanels>(args, scales, scales == args.scales, acc);
+      AddScaled<kRows, kPanels>(args, scales, args.from_zero && scales == args.scales, acc);
     }
     scales += Lines::kScaleBytes;
   }
@@ -352,22 +358,22 @@ constexpr int PanelsFor(bool widened, int rows) {
   return rows == 2 || (rows == 3 && !widened) ? 2 : 1;
 }
 
-template <class Lines, int kRows>
+template <class Lines, bool kScaled, int kRows>
 void AddTile(Tiles& tiles) {
   constexpr int kPanels = PanelsFor(Lines::kSteps > 1, kRows);
-  tiles.tile[kRows] = Tile<Lines, kRows, kPanels>;
+  tiles.tile[kRows] = Tile<Lines, kScaled, kRows, kPanels>;
   tiles.panels[kRows] = kPanels;
 }
 
-template <class Lines>
+template <class Lines, bool kScaled = false>
 Tiles MakeTiles() {
   Tiles tiles;
-  AddTile<Lines, 1>(tiles);
-  AddTile<Lines, 2>(tiles);
-  AddTile<Lines, 3>(tiles);
-  AddTile<Lines, 4>(tiles);
-  AddTile<Lines, 5>(tiles);
-  AddTile<Lines, 6>(tiles);
+  AddTile<Lines, kScaled, 1>(tiles);
+  AddTile<Lines, kScaled, 2>(tiles);
+  AddTile<Lines, kScaled, 3>(tiles);
+  AddTile<Lines, kScaled, 4>(tiles);
+  AddTile<Lines, kScaled, 5>(tiles);
+  AddTile<Lines, kScaled, 6>(tiles);
   return tiles;
 }
 
@@ -398,8 +404,9 @@ TileKernels MakeQuantised(int64_t chunk_k) {
   AddWideningTile<Lines, kScaled, 5>(kernels.single_pass);
   AddWideningTile<Lines, kScaled, 6>(kernels.single_pass);
   kernels.single_pass_rows = 3;
-  kernels.chunked = MakeTiles<LinesBF16>();
+  kernels.chunked = MakeTiles<LinesBF16, kScaled>();
   kernels.chunk_lines = chunk_k / (2 * Lines::kWords);
+  kernels.widens = true;
   kernels.widen = WidenLines<Lines>;
   return kernels;
 }
@@ -716,22 +723,6 @@ HWY_NOINLINE void Combine(const CombineRows& token, DType out_dtype, int64_t n, 
   }
 }
 
-HWY_NOINLINE void AddScaledChains(const float* chains, int64_t rows, const std::byte* scales,
-                                  int64_t scale_bytes, bool from_zero, float* c, int64_t c_stride) {
-  for (int p = 0; p < kBlockPanels; ++p) {
-    const auto* scale = reinterpret_cast<const float*>(scales + p * scale_bytes);
-    for (int v = 0; v < kPanelColumns; v += kLanes) {
-      const VF s = hn::Load(F(), scale + v);
-      for (int64_t r = 0; r < rows; ++r) {
-        float* const sums = c + p * c_stride + r * kPanelColumns + v;
-        const VF chain = hn::Load(F(), chains + (p * rows + r) * kPanelColumns + v);
-        const VF sum = from_zero ? hn::Zero(F()) : hn::Load(F(), sums);
-        hn::Store(hn::MulAdd(chain, s, sum), F(), sums);
-      }
-    }
-  }
-}
-
 HWY_NOINLINE void ScaleColumns(const std::byte* scales, int64_t scale_bytes, int64_t rows,
                                float* c) {
   for (int p = 0; p < kBlockPanels; ++p) {
@@ -895,7 +886,6 @@ Kernels MakeKernels() {
   kernels.fp8_block = MakeQuantised<LinesFp8, true>(kFp8BlockK);
   kernels.fp8 = MakeQuantised<LinesFp8, false>(256);
   kernels.mxfp4 = MakeQuantised<LinesMxfp4, false>(256);
-  kernels.add_scaled_chains = AddScaledChains;
   kernels.scale_columns = ScaleColumns;
   kernels.pack_lines = PackLines;
   kernels.widen = Widen;

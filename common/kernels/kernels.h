@@ -47,10 +47,15 @@ struct TileArgs {
   int64_t c_stride = 0;  // floats from a panel to the next
   int64_t lines = 0;
   bool from_zero = true;  // the chains start here; else they go on from c
-  // Quantised weights: the head of the first panel; scale_bytes from a panel to the next.
+  // Quantised weights: the scales of the first line of the first panel; scale_bytes from a panel to
+  // the next.
   const std::byte* scales = nullptr;
   int64_t scale_bytes = 0;
-  // One line of each panel is fetched into the cache every prefetch_every lines (-1: never).
+  // Where tiles that widen for others store BF16 lines; wide_bytes from a panel to the next.
+  std::byte* wide = nullptr;
+  int64_t wide_bytes = 0;
+  // One line of each panel is fetched into the cache every prefetch_every lines (-1: never); tiles
+  // of quantised lines always do so with every line.
   const std::byte* prefetch = nullptr;
   int64_t prefetch_bytes = 0;  // from a panel to the next
   int64_t prefetch_every = -1;
@@ -72,11 +77,13 @@ struct TileKernels {
   // go through memory. A multiple of the lines of a scale.
   Tiles chunked;
   int64_t chunk_lines = 0;
-  // Quantised weights: the chunked tiles read BF16 lines, which this makes of `lines` lines of one
-  // panel from the first of a scale on. A chunk of kFp8Block128 is one block, whose chains
-  // add_scaled_chains adds to the sums.
+  // Quantised weights: the chunked tiles read BF16 lines, which either `widen` makes beforehand of
+  // `lines` lines of one panel from the first of a scale on, or the first tile of a chunk, one of
+  // `widening`, on its way. A chunk of kFp8Block128 is one block.
+  bool widens = false;
   void (*widen)(const std::byte* from, const std::byte* scales, int64_t lines,
                 std::byte* to) = nullptr;
+  Tiles widening;
 
   bool empty() const { return single_pass.tile[1] == nullptr; }
 };
@@ -111,11 +118,6 @@ struct Kernels {
   TileKernels fp8_block_pairs;
   TileKernels fp8_pairs;
   TileKernels mxfp4_pairs;
-
-  // c[p][r] = fma(chains[p][r], scales of panel p, c[p][r]), or from zero; scales as for
-  // scale_columns. chains: [4][rows][16], c: [4] panels of [rows][16], c_stride floats apart.
-  void (*add_scaled_chains)(const float* chains, int64_t rows, const std::byte* scales,
-                            int64_t scale_bytes, bool from_zero, float* c, int64_t c_stride);
 
   // c[p][r] *= scales of panel p, fp32 [16] each, scale_bytes apart. c: [4][rows][16].
   void (*scale_columns)(const std::byte* scales, int64_t scale_bytes, int64_t rows, float* c);

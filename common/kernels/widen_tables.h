@@ -9,15 +9,18 @@ struct WidenTables {
   // The bytes of the BF16 of an e4m3 code below 128.
   alignas(64) uint8_t e4m3_low[128];
   alignas(64) uint8_t e4m3_high[128];
-  // The same by nibbles, for normal numbers: the low byte is the low nibble shifted, the high byte
-  // is high[high nibble], the sign among its bits. Codes below 16 (by magnitude), some of which are
+  // The same by nibbles, for normal numbers: the low byte is low[low nibble], the high byte is
+  // high[high nibble], the sign among its bits. Codes below 16 (by magnitude), some of which are
   // denormal, take the exclusive or with low_fix and high_fix[low nibble] in addition.
+  alignas(16) uint8_t low[16];
   alignas(16) uint8_t high[16];
   alignas(16) uint8_t low_fix[16];
   alignas(16) uint8_t high_fix[16];
   // The bytes of the BF16 of an e2m1 code times 2^125; -0 has no sign.
   alignas(16) uint8_t e2m1_low[16];
   alignas(16) uint8_t e2m1_high[16];
+  // The same as words, twice.
+  alignas(64) uint16_t e2m1[32];
 };
 
 constexpr uint16_t BF16OfE4M3(int code) {
@@ -39,6 +42,7 @@ constexpr WidenTables MakeWidenTables() {
     t.e4m3_high[code] = static_cast<uint8_t>(BF16OfE4M3(code) >> 8);
   }
   for (int n = 0; n < 16; ++n) {
+    t.low[n] = static_cast<uint8_t>(n << 4);
     t.high[n] = static_cast<uint8_t>((n & 8) << 4 | (0x3c + (n & 7)));
     t.low_fix[n] = static_cast<uint8_t>(t.e4m3_low[n] ^ n << 4);
     t.high_fix[n] = static_cast<uint8_t>(t.e4m3_high[n] ^ 0x3c);
@@ -49,6 +53,7 @@ constexpr WidenTables MakeWidenTables() {
     if (magnitude > 0) word |= (n & 8) << 12;
     t.e2m1_low[n] = static_cast<uint8_t>(word & 0xff);
     t.e2m1_high[n] = static_cast<uint8_t>(word >> 8);
+    t.e2m1[n] = t.e2m1[16 + n] = static_cast<uint16_t>(word);
   }
   return t;
 }

@@ -296,6 +296,33 @@ KERNEL_NOINLINE KERNEL_FMA float ScalarActivate(const ActivationFunction& functi
   return Activate(function, g, u);
 }
 
+// The lines of BF16 that those of the first panel of a matrix become.
+Tensor Widened(const TileKernels& kernels, const PackedWeights& packed) {
+  const int64_t k = packed.lines() * packed.k_per_line();
+  Tensor wide(DType::kBF16, {kBlockPanels, k, kPanelColumns});
+  const std::byte* const head = packed.Block(0, 0);
+  if (kernels.widen != nullptr) {
+    kernels.widen(head + packed.head_bytes(), head, packed.lines(), wide.data());
+    return wide;
+  }
+  Tensor x(DType::kBF16, {1, k});
+  std::memset(x.data(), 0, x.num_bytes());
+  Tensor sums(DType::kF32, {kBlockPanels, 1, kPanelColumns});
+  TileArgs args;
+  args.weights = head + packed.head_bytes();
+  args.panel_bytes = args.scale_bytes = args.prefetch_bytes = packed.panel_bytes();
+  args.scales = head;
+  args.x = x.data();
+  args.c = sums.as<float>();
+  args.c_stride = kPanelColumns;
+  args.lines = packed.lines();
+  args.wide = wide.data();
+  args.wide_bytes = k * kPanelColumns * BytesOf(DType::kBF16);
+  args.prefetch = args.weights;
+  kernels.widening.tile[1](args);
+  return wide;
+}
+
 // Every code (and every scale that there may be) in every place of a line.
 TEST_P(KernelTest, WideningAgreesWithTheScalarConversions) {
   const auto flushed = [](float value) {
@@ -304,14 +331,15 @@ TEST_P(KernelTest, WideningAgreesWithTheScalarConversions) {
   for (const TileKernels* tiles : {&kernels_.fp8, &kernels_.fp8_pairs}) {
     if (tiles->empty()) continue;
     for (int shift = 0; shift < 256; ++shift) {
-      Tensor codes(DType::kF8_E4M3, {16, 4}), packed(DType::kU8, {64}), wide(DType::kBF16, {64});
+      PackedWeights packed(WeightFormat::kFp8Row, DType::kF8_E4M3, 1, 16, 4);
+      Tensor codes(DType::kF8_E4M3, {16, 4}), scales(DType::kF32, {16, 1});
+      std::fill_n(scales.as<float>(), 16, 1.0f);
       for (int i = 0; i < 64; ++i) {
         const auto code = static_cast<uint8_t>(i + shift);
         codes.as<uint8_t>()[i] = IsNaNE4M3(code) ? 0 : code;
       }
-      kernels_.pack_lines(WeightFormat::kFp8Row, DType::kF8_E4M3, codes.data(), 16, 4,
-                          packed.data());
-      tiles->widen(packed.data(), nullptr, 1, wide.data());
+      packed.Pack(0, {WeightFormat::kFp8Row, codes, scales});
+      const Tensor wide = Widened(*tiles, packed);
       for (int n = 0; n < 16; ++n) {
         for (int k = 0; k < 4; ++k) {  // lines of [16 columns][2 k]
           ASSERT_EQ(wide.as<uint16_t>()[k / 2 * 32 + 2 * n + k % 2],
@@ -325,14 +353,13 @@ TEST_P(KernelTest, WideningAgreesWithTheScalarConversions) {
     if (tiles->empty()) continue;
     for (int scale = 0; scale <= kMaxMxfp4Scale; ++scale) {
       PackedWeights packed(WeightFormat::kMxfp4, DType::kF4, 1, 16, 32);
-      Tensor codes(DType::kU8, {16, 16}), scales(DType::kU8, {16, 1}), wide(DType::kBF16, {16, 32});
+      Tensor codes(DType::kU8, {16, 16}), scales(DType::kU8, {16, 1});
       for (int i = 0; i < 256; ++i) codes.as<uint8_t>()[i] = static_cast<uint8_t>(37 * i);
       for (int n = 0; n < 16; ++n) {
         scales.as<uint8_t>()[n] = static_cast<uint8_t>((scale + 17 * n) % (kMaxMxfp4Scale + 1));
       }
       packed.Pack(0, {WeightFormat::kMxfp4, codes, scales});
-      const std::byte* const head = packed.Block(0, 0);
-      tiles->widen(head + packed.head_bytes(), head, packed.lines(), wide.data());
+      const Tensor wide = Widened(*tiles, packed);
       for (int n = 0; n < 16; ++n) {
         for (int k = 0; k < 32; ++k) {
           const int code = codes.as<uint8_t>()[16 * n + k / 2] >> (k % 2 * 4) & 15;

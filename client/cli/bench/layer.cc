@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <iostream>
+#include <iterator>
 #include <memory>
 #include <set>
 #include <sstream>
@@ -26,7 +27,7 @@ namespace {
 struct Options {
   CommonBenchOptions common;
   std::string shape = "olmoe-1b-7b";
-  std::string dtype = "bf16";
+  std::vector<std::string> dtypes = {"bf16"};
   int servers = 2;
   int threads = 0;
   EngineKind engine = EngineKind::kGrouped;
@@ -55,24 +56,12 @@ struct Target {
 // A synthetic layer, served; and its inputs.
 class Layer {
  public:
-  static absl::StatusOr<std::unique_ptr<Layer>> Start(const Options& options) {
-    std::unique_ptr<Layer> layer(new Layer());
-    ASSIGN_OR_RETURN(layer->shape_, ParseMoeShape(options.shape));
-    ASSIGN_OR_RETURN(layer->format_, ParseBenchFormat("dtype", options.dtype));
-    if (options.servers == 0 && options.stages) {
-      return absl::InvalidArgumentError("servers: expected at least 1 with --stages, got 0");
-    }
-    if (options.servers == 0 && !options.in_process) {
-      return absl::InvalidArgumentError("servers: expected at least 1 without --in-process, got 0");
-    }
-    // The weights are on the disk only until everybody has read them.
-    std::unique_ptr<TemporaryFolder> temporary;
-    layer->model_ = options.keep_model;
-    if (layer->model_.empty()) {
-      ASSIGN_OR_RETURN(temporary, TemporaryFolder::Create());
-      layer->model_ = temporary->path();
-    }
-    ShowProgress("writing the weights");
+  // Its weights are in `model`, or are written there.
+  static absl::StatusOr<std::unique_ptr<Layer>> Start(const Options& options, const MoeShape& shape,
+                                                      const BenchFormat& format,
+                                                      const std::string& model) {
+    std::unique_ptr<Layer> layer(new Layer(shape, format, model));
+    ShowProgress(absl::StrCat("writing the weights in ", format.name));
     RETURN_IF_ERROR(WriteSyntheticModel(layer->model_, layer->shape_, layer->format_));
     ShowProgress("");
     if (options.servers > 0) RETURN_IF_ERROR(layer->StartCluster(options));
@@ -95,7 +84,8 @@ class Layer {
   }
 
  private:
-  Layer() = default;
+  Layer(MoeShape shape, const BenchFormat& format, std::string model)
+      : shape_(std::move(shape)), format_(format), model_(std::move(model)) {}
 
   absl::Status StartCluster(const Options& options) {
     const int threads =
@@ -137,14 +127,49 @@ class Layer {
     return absl::OkStatus();
   }
 
-  MoeShape shape_;
-  BenchFormat format_ = {};
-  std::string model_;
+  const MoeShape shape_;
+  const BenchFormat format_;
+  const std::string model_;
   std::unique_ptr<BenchCluster> cluster_;
   std::unique_ptr<Client> client_;
   std::unique_ptr<LocalCluster> local_;
   std::vector<Target> targets_;
 };
+
+using Layers = std::vector<std::unique_ptr<Layer>>;
+
+// One for each of --dtype.
+absl::StatusOr<Layers> StartLayers(const Options& options) {
+  ASSIGN_OR_RETURN(const MoeShape shape, ParseMoeShape(options.shape));
+  std::vector<BenchFormat> formats;
+  for (const std::string& name : options.dtypes) {
+    ASSIGN_OR_RETURN(const BenchFormat format, ParseBenchFormat("dtype", name));
+    formats.push_back(format);
+  }
+  if (options.worker && formats.size() > 1) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("dtype: expected one with --worker, got ", formats.size()));
+  }
+  if (options.servers == 0 && options.stages) {
+    return absl::InvalidArgumentError("servers: expected at least 1 with --stages, got 0");
+  }
+  if (options.servers == 0 && !options.in_process) {
+    return absl::InvalidArgumentError("servers: expected at least 1 without --in-process, got 0");
+  }
+  // The weights are on the disk only until everybody has read them.
+  std::unique_ptr<TemporaryFolder> temporary;
+  std::string folder = options.keep_model;
+  if (folder.empty()) {
+    ASSIGN_OR_RETURN(temporary, TemporaryFolder::Create());
+    folder = temporary->path();
+  }
+  Layers layers;
+  for (const BenchFormat& format : formats) {
+    const std::string model = formats.size() > 1 ? absl::StrCat(folder, "/", format.name) : folder;
+    ASSIGN_OR_RETURN(layers.emplace_back(), Layer::Start(options, shape, format, model));
+  }
+  return layers;
+}
 
 int64_t DistinctExperts(const Tensor& topk_ids) {
   const int32_t* ids = topk_ids.as<int32_t>();
@@ -207,6 +232,7 @@ absl::StatusOr<std::vector<nlohmann::ordered_json>> MeasureStages(const Options&
     const double servers = per_call(before.servers, after.servers);
     const double combine = per_call(before.combine, after.combine);
     rows.push_back({{"case", "stages, ms"},
+                    {"format", layer.format().name},
                     {"tokens", tokens},
                     {"calls", calls},
                     {"total", total},
@@ -224,36 +250,42 @@ absl::StatusOr<std::vector<nlohmann::ordered_json>> MeasureStages(const Options&
   return rows;
 }
 
-absl::Status RunTable(const Options& options, const Layer& layer) {
-  const MoeShape& shape = layer.shape();
-  const int64_t element = BytesOf(layer.format().activations);
+absl::Status RunTable(const Options& options, const Layers& layers) {
+  const MoeShape& shape = layers.front()->shape();
   Probe probe(NumProcessors(), static_cast<size_t>(options.common.probe_mib) << 20);
-  // One case for each number of tokens and each target; targets next to each other.
+  // One case for each number of tokens, each layer and each of its targets, next to each other.
   struct Point {
     int64_t tokens;
+    const Layer* layer;
     const Target* target;
     Tensor input;
     int64_t experts = 0;  // that the tokens reached
   };
   std::vector<Point> points;
   for (const int64_t tokens : options.tokens) {
-    const Tensor input = layer.Input(tokens);
-    for (const Target& target : layer.targets()) points.push_back({tokens, &target, input});
+    for (const std::unique_ptr<Layer>& layer : layers) {
+      const Tensor input = layer->Input(tokens);
+      for (const Target& target : layer->targets()) {
+        points.push_back({tokens, layer.get(), &target, input});
+      }
+    }
   }
   std::vector<BenchCase> cases;
   for (Point& point : points) {
     BenchCase one;
-    one.name = absl::StrCat(point.target->name, ", ", point.tokens, " tokens");
-    one.ceiling = CeilingOf(options.isa, layer.format().activations, layer.format().dtype);
+    const BenchFormat& format = point.layer->format();
+    one.name = absl::StrCat(format.name, ", ", point.target->name, ", ", point.tokens, " tokens");
+    one.ceiling = CeilingOf(options.isa, format.activations, format.dtype);
     one.run = [&point]() -> absl::Status {
       ASSIGN_OR_RETURN(const MoeOutput output, point.target->forward(point.input));
       if (point.experts == 0) point.experts = DistinctExperts(output.topk_ids);
       return absl::OkStatus();
     };
     // The weights of the experts in use, and the gate's.
-    one.bytes = [&point, &layer, &shape, element] {
-      return static_cast<double>(point.experts * ExpertBytes(shape, layer.format()) +
-                                 shape.num_experts * shape.hidden_size * element);
+    one.bytes = [&point, &shape, &format] {
+      return static_cast<double>(point.experts * ExpertBytes(shape, format) +
+                                 shape.num_experts * shape.hidden_size *
+                                     BytesOf(format.activations));
     };
     one.flops = [&point, &shape] {
       return 2.0 *
@@ -267,18 +299,21 @@ absl::Status RunTable(const Options& options, const Layer& layer) {
       Measure(probe, cases, {.repetitions = options.common.repetitions, .warm_up = kWarmUp}));
 
   std::vector<nlohmann::ordered_json> stages;
-  if (options.stages) {
-    ASSIGN_OR_RETURN(stages, MeasureStages(options, layer));
+  for (const std::unique_ptr<Layer>& layer : layers) {
+    if (!options.stages) break;
+    ASSIGN_OR_RETURN(std::vector<nlohmann::ordered_json> rows, MeasureStages(options, *layer));
+    std::move(rows.begin(), rows.end(), std::back_inserter(stages));
   }
 
   Report report("layer");
-  const size_t per_tokens = layer.targets().size();
+  const size_t per_layer = layers.front()->targets().size();
+  const size_t per_tokens = layers.size() * per_layer;
   for (size_t i = 0; i < points.size(); ++i) {
     const Point& point = points[i];
     nlohmann::ordered_json row = {
         {"case", point.target->name},
         {"shape", shape.name},
-        {"format", layer.format().name},
+        {"format", point.layer->format().name},
         {"engine", NameOf(options.engine)},
         {"isa", NameOf(options.isa)},
         {"servers", point.target->servers},
@@ -288,9 +323,15 @@ absl::Status RunTable(const Options& options, const Layer& layer) {
         {"rows_per_expert", static_cast<double>(point.tokens * shape.top_k) /
                                 static_cast<double>(std::max<int64_t>(1, point.experts))}};
     AddMeasurement(measurements[i], &row);
-    if (per_tokens > 1) {  // the last target of each number of tokens is the one in this process
-      const Measurement& local = measurements[i / per_tokens * per_tokens + per_tokens - 1];
-      row["ratio_to_in_process"] = Median(measurements[i].seconds) / Median(local.seconds);
+    const auto ratio_to = [&](size_t other) {
+      return Median(measurements[i].seconds) / Median(measurements[other].seconds);
+    };
+    if (per_layer > 1) {  // the last target of each layer is the one in this process
+      row["ratio_to_in_process"] = ratio_to(i / per_layer * per_layer + per_layer - 1);
+    }
+    if (layers.size() > 1) {  // the same target of the first layer
+      row[absl::StrCat("ratio_to_", layers.front()->format().name)] =
+          ratio_to(i / per_tokens * per_tokens + i % per_layer);
     }
     report.Add(std::move(row));
   }
@@ -347,8 +388,8 @@ absl::Status RunWorker(const Layer& layer) {
 }
 
 absl::Status Run(const Options& options) {
-  ASSIGN_OR_RETURN(const std::unique_ptr<Layer> layer, Layer::Start(options));
-  return options.worker ? RunWorker(*layer) : RunTable(options, *layer);
+  ASSIGN_OR_RETURN(const Layers layers, StartLayers(options));
+  return options.worker ? RunWorker(*layers.front()) : RunTable(options, layers);
 }
 
 }  // namespace
@@ -361,7 +402,8 @@ Command AddBenchLayer(CLI::App& app) {
       "times calls of the C++ client, numbers of tokens in turn. Gigabytes are written and read\n"
       "before it starts.\n\n"
       "  expertmesh bench layer --shape qwen3-30b-a3b --tokens 1,8,64\n"
-      "  expertmesh bench layer --shape 1024x512x32x4 --servers 4 --in-process\n\n"
+      "  expertmesh bench layer --shape 1024x512x32x4 --servers 4 --in-process\n"
+      "  expertmesh bench layer --dtype bf16,fp8,mxfp4\n\n"
       "efficiency counts the weights of the experts that the tokens reach, and the gate's; the "
       "time\n"
       "is that of the whole call. With --stages, `client` is the client and its way to the "
@@ -375,9 +417,11 @@ Command AddBenchLayer(CLI::App& app) {
                  "olmoe-1b-7b, qwen3-30b-a3b, or DxFxExK: hidden and intermediate size, experts, "
                  "top-k")
       ->capture_default_str();
-  app.add_option("--dtype", options->dtype,
+  app.add_option("--dtype", options->dtypes,
                  "of weights and hidden states: bf16, fp32 or f16; or of the weights, with hidden "
-                 "states in bf16: fp8 (scales of blocks), fp8_row or mxfp4")
+                 "states in bf16: fp8 (scales of blocks), fp8_row or mxfp4. Several, separated by "
+                 "commas, are measured in turn; `ratio_to_...` is the time in units of the first's")
+      ->delimiter(',')
       ->capture_default_str();
   app.add_option("--servers", options->servers, "expert servers; 0: none, with --in-process alone")
       ->capture_default_str()
@@ -391,7 +435,8 @@ Command AddBenchLayer(CLI::App& app) {
       ->check(CLI::Range(1, 1 << 20));
   AddEngineOptions(app, &options->engine, &options->isa);
   app.add_option("--keep-model", options->keep_model,
-                 "folder for the weights, kept and used again (default: a temporary one)");
+                 "folder for the weights (of several dtypes: one in it for each), kept and used "
+                 "again (default: a temporary one)");
   app.add_flag("--in-process", options->in_process,
                "also one server inside this process, called directly, in turn with the others");
   app.add_flag(

@@ -100,12 +100,14 @@ def test_gemm_with_quantised_weights(report, bench):
     assert odd.returncode == 1 and "k: expected an even number for mxfp4, got 101" in odd.stderr
 
 
-@pytest.mark.parametrize("dtype", ["fp8", "fp8_row", "mxfp4"])
-def test_layer_with_quantised_weights(report, dtype):
-    arguments = ("--shape", "160x96x8x2", "--tokens", "3", "--probe-mib", "16", "--repetitions", "1")
-    (row,) = report("layer", *arguments, "--servers", "0", "--in-process", "--dtype", dtype)
-    assert (row["format"], row["tokens"]) == (dtype, 3)
-    assert 0 < row["ms_median"]
+def test_layer_compares_dtypes(report):
+    arguments = ("--shape", "160x96x8x2", "--tokens", "3,5", "--probe-mib", "16", "--repetitions", "1")
+    dtypes = ["bf16", "fp8", "fp8_row", "mxfp4"]
+    rows = report("layer", *arguments, "--servers", "0", "--in-process", "--dtype", ",".join(dtypes))
+    assert [(row["tokens"], row["format"]) for row in rows] == [(t, d) for t in (3, 5) for d in dtypes]
+    for i, row in enumerate(rows):
+        first = rows[i // len(dtypes) * len(dtypes)]
+        assert 0 < row["ms_median"] == pytest.approx(row["ratio_to_bf16"] * first["ms_median"])
 
 
 def test_layer(report):
@@ -221,6 +223,7 @@ def test_load_wants_a_layer_that_is_there(bench, cluster):
         (["layer", "--isa", "sse"], 'isa: .*"sse"'),
         (["layer", "--engine", "fast"], 'engine: .*"fast"'),
         (["layer", "--servers", "0"], "servers: .*0"),
+        (["layer", "--dtype", "bf16,fp8", "--worker"], "dtype: .*one with --worker, got 2"),
         (["layer", "--tokens", "0"], "--tokens: .*0"),
         (["wire", "--shape", "60x32x8x2"], "shape: .*60x32x8x2"),
         (["wire", "--tokens", "4096"], "tokens: .*4096"),
