@@ -34,7 +34,7 @@ inline const char* NameOf(QuantizedFormat format) {
 }
 
 // Neighbouring channels of a row of k that share a scale.
-inline int64_t ChannelsPerScale(QuantizedFormat format, int64_t k) {
+constexpr int64_t ChannelsPerScale(QuantizedFormat format, int64_t k) {
   switch (format) {
     case QuantizedFormat::kFp8Rowwise:
       return k;
@@ -48,13 +48,13 @@ inline int64_t ChannelsPerScale(QuantizedFormat format, int64_t k) {
 }
 
 // Scales of one row of k > 0 channels.
-inline int64_t ScalesPerRow(QuantizedFormat format, int64_t k) {
+constexpr int64_t ScalesPerRow(QuantizedFormat format, int64_t k) {
   const int64_t channels = ChannelsPerScale(format, k);
   return (k + channels - 1) / channels;
 }
 
 // F32 or F8_E8M0.
-inline DType ScaleDType(QuantizedFormat format) {
+constexpr DType ScaleDType(QuantizedFormat format) {
   const bool exponents =
       format == QuantizedFormat::kMxfp8 || format == QuantizedFormat::kMxfp8Rceil;
   return exponents ? DType::kF8_E8M0 : DType::kF32;

@@ -56,11 +56,18 @@ struct Values<DType::kF16> {
   }
 };
 
+// The largest lane.
+HWY_INLINE uint32_t LargestLane(VU v) { return hn::GetLane(hn::MaxOfLanes(U(), v)); }
+HWY_INLINE uint32_t LargestLane(hn::Vec<hn::Repartition<uint16_t, F>> v) {
+  const VU pairs = hn::BitCast(U(), v);
+  return LargestLane(hn::Max(hn::And(pairs, hn::Set(U(), 0xffffu)), hn::ShiftRight<16>(pairs)));
+}
+
 // The bits of the largest magnitude of n values.
 template <typename Word>
 HWY_INLINE Word LargestMagnitude(const Word* words, int64_t n) {
   constexpr Word kMagnitude = static_cast<Word>(~Word{0}) >> 1;
-  using W = hn::ScalableTag<Word>;
+  using W = hn::Repartition<Word, F>;
   constexpr int64_t kWords = kLanes * static_cast<int64_t>(sizeof(float) / sizeof(Word));
   const auto mask = hn::Set(W(), kMagnitude);
   auto largest = hn::Zero(W());
@@ -68,7 +75,7 @@ HWY_INLINE Word LargestMagnitude(const Word* words, int64_t n) {
   for (; i + kWords <= n; i += kWords) {
     largest = hn::Max(largest, hn::And(hn::LoadU(W(), words + i), mask));
   }
-  Word result = i == 0 ? Word{0} : hn::GetLane(hn::MaxOfLanes(W(), largest));
+  Word result = i == 0 ? Word{0} : static_cast<Word>(LargestLane(largest));
   for (; i < n; ++i) {
     const auto magnitude = static_cast<Word>(words[i] & kMagnitude);
     if (magnitude > result) result = magnitude;
@@ -89,10 +96,23 @@ HWY_INLINE VI RoundToE4M3Vector(VF magnitude) {
   return hn::BitCast(I(), hn::IfThenElse(hn::RebindMask(u, is_small), small, normal));
 }
 
+// What a format stores of a BlockScale.
+HWY_INLINE void StoreScale(const BlockScale& scale, float* to) { *to = scale.scale; }
+HWY_INLINE void StoreScale(const BlockScale& scale, uint8_t* to) { *to = scale.exponent; }
+template <bool kExponent>
+struct Stored {
+  using Type = float;
+};
+template <>
+struct Stored<true> {
+  using Type = uint8_t;
+};
+
 // The codes of n values; returns how many are saturated.
-template <DType kDType, bool kDivide>
+template <DType kDType, QuantizedFormat kFormat>
 HWY_INLINE int64_t Encode(const typename Values<kDType>::Word* words, int64_t n,
                           const BlockScale& scale, uint8_t* codes) {
+  constexpr bool kDivide = kFormat == QuantizedFormat::kFp8Block128;
   const I i32;
   const VF factor = hn::Set(F(), scale.factor);
   const VI largest = hn::Set(i32, scale.largest_code);
@@ -122,64 +142,86 @@ HWY_INLINE int64_t Encode(const typename Values<kDType>::Word* words, int64_t n,
 }
 
 // Rows that share their scales: at most kFp8BlockRows.
-template <DType kDType, bool kDivide>
+template <DType kDType, QuantizedFormat kFormat>
 HWY_INLINE void QuantizeGroup(const QuantizeArgs& args, int64_t first, int64_t rows,
                               QuantizeCounts* counts) {
   using Word = typename Values<kDType>::Word;
-  const int64_t channels = ChannelsPerScale(args.format, args.k);
-  const int64_t scales_per_row = ScalesPerRow(args.format, args.k);
-  const bool exponents = ScaleDType(args.format) != DType::kF32;
+  using Scale = typename Stored<ScaleDType(kFormat) == DType::kF8_E8M0>::Type;
+  // Blocks that are looked at before the first of them is encoded, which hides the latency of
+  // their scales.
+  constexpr int64_t kBlocks = 16;
+  const int64_t channels = ChannelsPerScale(kFormat, args.k);
+  const int64_t scales_per_row = ScalesPerRow(kFormat, args.k);
   const Word* const words = static_cast<const Word*>(args.values) + first * args.k;
   uint8_t* const codes = args.codes + first * args.k;
-  struct Row {
-    bool zero;
-    int64_t saturated;
-  };
-  Row states[kFp8BlockRows];
-  for (int64_t r = 0; r < rows; ++r) states[r] = {true, 0};
-  for (int64_t block = 0; block < scales_per_row; ++block) {
-    const int64_t k = block * channels;
-    const int64_t n = k + channels < args.k ? channels : args.k - k;
-    Word amax = 0;
+  Scale* const scales = static_cast<Scale*>(args.scales) + first * scales_per_row;
+  bool zero[kFp8BlockRows];
+  int64_t saturated[kFp8BlockRows];
+  for (int64_t r = 0; r < rows; ++r) {
+    zero[r] = true;
+    saturated[r] = 0;
+  }
+  for (int64_t begin = 0; begin < scales_per_row; begin += kBlocks) {
+    const int64_t end = begin + kBlocks < scales_per_row ? begin + kBlocks : scales_per_row;
+    const auto width = [&](int64_t block) {  // the last one may be narrower
+      return block + 1 < scales_per_row ? channels : args.k - block * channels;
+    };
+    Word amax[kBlocks] = {};
     for (int64_t r = 0; r < rows; ++r) {
-      const Word largest = LargestMagnitude(words + r * args.k + k, n);
-      if (largest != 0) states[r].zero = false;
-      if (largest > amax) amax = largest;
-    }
-    const BlockScale scale = ScaleOf(args.format, LoadFloat(kDType, &amax, 0));
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t at = (first + r) * scales_per_row + block;
-      if (exponents) {
-        static_cast<uint8_t*>(args.scales)[at] = scale.exponent;
-      } else {
-        static_cast<float*>(args.scales)[at] = scale.scale;
+      const Word* const row = words + r * args.k;
+      Word all = 0;
+      for (int64_t block = begin; block < end; ++block) {
+        const Word largest = LargestMagnitude(row + block * channels, width(block));
+        all |= largest;
+        if (largest > amax[block - begin]) amax[block - begin] = largest;
       }
-      states[r].saturated +=
-          Encode<kDType, kDivide>(words + r * args.k + k, n, scale, codes + r * args.k + k);
+      if (all != 0) zero[r] = false;
+    }
+    BlockScale block_scales[kBlocks];
+    for (int64_t i = 0; i < end - begin; ++i) {
+      block_scales[i] = ScaleOf(kFormat, LoadFloat(kDType, amax, i));
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      int64_t count = 0;
+      for (int64_t block = begin; block < end; ++block) {
+        const BlockScale& scale = block_scales[block - begin];
+        const int64_t at = r * args.k + block * channels;
+        StoreScale(scale, &scales[r * scales_per_row + block]);
+        count += Encode<kDType, kFormat>(words + at, width(block), scale, codes + at);
+      }
+      saturated[r] += count;
     }
   }
   for (int64_t r = 0; r < rows; ++r) {
-    counts->saturated_values += states[r].saturated;
-    counts->saturated_rows += states[r].saturated > 0;
-    counts->zero_rows += states[r].zero;
+    counts->saturated_values += saturated[r];
+    counts->saturated_rows += saturated[r] > 0;
+    counts->zero_rows += zero[r];
   }
 }
 
-template <DType kDType, bool kDivide>
+template <DType kDType, QuantizedFormat kFormat>
 HWY_NOINLINE QuantizeCounts QuantizeAll(const QuantizeArgs& args, int64_t rows_per_scale) {
   QuantizeCounts counts;
   for (int64_t r = 0; r < args.rows; r += rows_per_scale) {
     const int64_t left = args.rows - r;
-    QuantizeGroup<kDType, kDivide>(args, r, left < rows_per_scale ? left : rows_per_scale, &counts);
+    QuantizeGroup<kDType, kFormat>(args, r, left < rows_per_scale ? left : rows_per_scale, &counts);
   }
   return counts;
 }
 
 template <DType kDType>
 QuantizeCounts QuantizeDType(const QuantizeArgs& args, int64_t rows_per_scale) {
-  return args.format == QuantizedFormat::kFp8Block128
-             ? QuantizeAll<kDType, true>(args, rows_per_scale)
-             : QuantizeAll<kDType, false>(args, rows_per_scale);
+  switch (args.format) {
+    case QuantizedFormat::kFp8Rowwise:
+      return QuantizeAll<kDType, QuantizedFormat::kFp8Rowwise>(args, rows_per_scale);
+    case QuantizedFormat::kFp8Block128:
+      return QuantizeAll<kDType, QuantizedFormat::kFp8Block128>(args, rows_per_scale);
+    case QuantizedFormat::kMxfp8:
+      return QuantizeAll<kDType, QuantizedFormat::kMxfp8>(args, rows_per_scale);
+    case QuantizedFormat::kMxfp8Rceil:
+      break;
+  }
+  return QuantizeAll<kDType, QuantizedFormat::kMxfp8Rceil>(args, rows_per_scale);
 }
 
 }  // namespace
