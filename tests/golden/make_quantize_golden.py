@@ -117,9 +117,26 @@ def rowwise_boundary_rows(dtype):
     return rows
 
 
+def quotient_rows(dtype):
+    """Blocks of 128 whose scale is a small odd number: quotients that are exactly halfway between
+    codes, which a multiplication with the scale's reciprocal would miss."""
+    middles = (E4M3[:-1].double() + E4M3[1:].double()) / 2
+    rows = []
+    for scale in (3, 5, 7, 9, 11, 13, 15):
+        values = middles * scale
+        values[values.to(dtype).double() != values] = 0.0
+        block = torch.cat([torch.tensor([448.0 * scale]), values])
+        row = torch.zeros(K, dtype=torch.float64)
+        row[: len(block)] = block
+        row[128:] = block[-44:]
+        row[128] = 448.0 * scale
+        rows.append(row.numpy())
+    return rows
+
+
 def make_rows(dtype, rng):
     rows = random_rows(dtype, rng) + special_rows(dtype)
-    rows += boundary_rows(dtype) + rowwise_boundary_rows(dtype)
+    rows += boundary_rows(dtype) + rowwise_boundary_rows(dtype) + quotient_rows(dtype)
     largest = torch.finfo(dtype).max
     rows = torch.from_numpy(np.stack(rows)).clamp(-largest, largest).to(dtype)
     assert torch.isfinite(rows).all()
