@@ -8,7 +8,7 @@
 //                  torchao's MoE training does, but for its logarithm, which is rounded: a
 //                  quotient just below a power of two counts as that power there.
 //                  Magnitudes from 1.9375 * 2^127 on become 256 * 2^120, finite only unscaled.
-//   kFp8Block128   scale = max(amax, 1e-4) / 448; code = RNE(x / scale), as DeepSeek-V3 has it.
+//   kFp8Block128   scale = max(amax, 1e-4) / 448; code = RNE(x / scale) (arXiv:2412.19437, 3.3).
 //   kMxfp8         e = floor(log2(amax)) - 8; code = RNE(x / max(2^e, 2^-126)): the OCP
 //                  Microscaling formats, the divisor as torchao has it. Magnitudes above 1.8125 *
 //                  2^floor(log2(amax)) saturate. Where the exponent is 0 (amax < 2^-118) code *
