@@ -386,6 +386,13 @@ std::vector<FamilyCase> Cases() {
         .layout = "fused"};
     add(one);
     fused(one, gate_of_text + Fused(deep));
+    // The stacked gate and up projections are square: which dimension is which, the others say.
+    FamilyCase square = one;
+    square.config =
+        absl::StrReplaceAll(one.config, {{R"("hidden_size": 5)", R"("hidden_size": 6)"}});
+    square.hidden = 2 * kWidth;
+    add(square);
+    fused(square, gate_of_text + Fused(deep));
   }
   const Specs joined_shared = Mlp(mlp + "shared_experts.", 'S');
   const Specs selection_bias = {{mlp + "gate.e_score_correction_bias", "N", 's'}};

@@ -222,7 +222,8 @@ struct LinesFp8 {
     const VBytes v =
         hn::Load(bytes, reinterpret_cast<const uint8_t*>(line) + vector * kLanes * sizeof(float));
     const VBytes magnitude = hn::And(v, hn::Set(bytes, 0x7f));
-    // Bit 7, which makes a lookup give zero, unless the magnitude is below 16.
+    // Lookups use the lowest four bits of an index. Bit 7, which makes the other ones give zero, is
+    // set unless the magnitude is below 16.
     const VBytes fix = hn::Add(magnitude, hn::Set(bytes, 0x70));
     const VBytes low = hn::Xor(hn::TableLookupBytes(TableOf16(kWidenTables.low), magnitude),
                                hn::TableLookupBytesOr0(TableOf16(kWidenTables.low_fix), fix));

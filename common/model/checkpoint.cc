@@ -375,7 +375,10 @@ absl::StatusOr<const ExpertLayout*> FolderCheckpoint::ResolveExperts(
     if (!here) continue;
     // The next layout may have the same names, and only the dimensions in another order.
     const bool again = &layout != &layouts.back() && (&layout + 1)->gate_up == layout.gate_up;
-    if (again && IsOtherWayRound(matrices->front())) continue;
+    if (again && std::any_of(matrices->begin(), matrices->end(),
+                             [this](const Matrix& matrix) { return IsOtherWayRound(matrix); })) {
+      continue;
+    }
 
     std::optional<StoredAs> common;
     std::string first;  // whose it is

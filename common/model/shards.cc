@@ -26,9 +26,13 @@ std::string WrongName(const std::string& name) {
   const auto is_long = [](const std::filesystem::path& part) {
     return part.native().size() > NAME_MAX;
   };
-  if (name.size() > PATH_MAX || std::any_of(path.begin(), path.end(), is_long)) {
-    return absl::StrCat("expected a file name of at most ", NAME_MAX, " bytes, given one of ",
+  if (name.size() >= PATH_MAX) {
+    return absl::StrCat("expected a path of less than ", PATH_MAX, " bytes, given one of ",
                         name.size());
+  }
+  if (const auto part = std::find_if(path.begin(), path.end(), is_long); part != path.end()) {
+    return absl::StrCat("expected file names of at most ", NAME_MAX, " bytes, given one of ",
+                        part->native().size());
   }
   if (name.empty() || name.find('\0') != std::string::npos || path.is_absolute() ||
       std::find(path.begin(), path.end(), "..") != path.end()) {

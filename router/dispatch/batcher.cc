@@ -11,6 +11,9 @@
 namespace expertmesh {
 namespace {
 
+// A part that so many servers have been lost by is not given to another one: it may be why.
+constexpr size_t kMaxLost = 2;
+
 absl::Status OutOfMemory() {
   return absl::ResourceExhaustedError("the router is out of memory for this call");
 }
@@ -151,6 +154,7 @@ Batcher::Steps Batcher::NextSteps(absl::Time now) {
       rounds_.begin(), rounds_.end(),
       [this](const std::shared_ptr<Round>& round)
           ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return WaitsFor(/*suspect=*/false, *round); }));
+  young_rounds_ += static_cast<int>(steps.start.size());  // which have no slices yet
   const size_t left = std::erase_if(queue_, [](const auto& call) {
     if (call->answered() && call->rounds == 0) FreeRows(*call);
     return call->answered();
@@ -183,31 +187,42 @@ void Batcher::CheckCallers(absl::Time now, Steps* steps) {
 }
 
 std::shared_ptr<Round> Batcher::TakeOver(Round& round, absl::Time now, Steps* steps) {
+  const auto open = [&round](size_t p) {
+    return !round.parts[p].closed && !round.parts[p].call->answered();
+  };
+  std::vector<const Round::Slice*> failed;
   std::vector<std::shared_ptr<ExpertBackend>> lost = round.lost;
-  bool failed = false;
   for (const Round::Slice& slice : round.slices) {
-    failed |= !slice.failure.ok();
     if (absl::IsUnavailable(slice.failure)) lost.push_back(slice.backend);
+    if (slice.failure.ok() || !std::any_of(slice.parts.begin(), slice.parts.end(), open)) continue;
+    failed.push_back(&slice);
   }
-  if (!failed) return nullptr;
+  if (failed.empty()) return nullptr;
+  const auto fail = [&](const Round::Slice& slice, size_t p) {
+    const Round::Part& part = round.parts[p];
+    Fail(*part.call, DescribeFailure(layer_, part, slice), &steps->failed);
+  };
+  // What would fail elsewhere too comes first.
+  for (const Round::Slice* slice : failed) {
+    if (absl::IsUnavailable(slice->failure) && round.lost.size() < kMaxLost) continue;
+    for (const size_t p : slice->parts) fail(*slice, p);
+  }
   const LayerPlacement others = membership_->Place(layer_.layer, lost);
   auto again = std::make_shared<Round>();
   again->dtype = round.dtype;
   again->start = now;
   again->suspects = suspects_;
   again->lost = std::move(lost);
-  for (const Round::Slice& slice : round.slices) {
-    if (slice.failure.ok()) continue;
-    for (const size_t p : slice.parts) {
+  for (const Round::Slice* slice : failed) {
+    for (const size_t p : slice->parts) {
+      if (!open(p)) continue;
       Round::Part& part = round.parts[p];
-      if (part.closed || part.call->answered()) continue;
-      if (absl::IsUnavailable(slice.failure) &&
-          others.Missing(NeededExperts(layer_, part.topk_ids())).empty()) {
+      if (others.Missing(NeededExperts(layer_, part.topk_ids())).empty()) {
         again->parts.push_back({.call = part.call, .begin = part.begin, .tokens = part.tokens});
         ++part.call->rounds;
         Close(part);
       } else {
-        Fail(*part.call, DescribeFailure(layer_, part, slice), &steps->failed);
+        fail(*slice, p);
       }
     }
   }
@@ -399,6 +414,10 @@ void Batcher::Start(const std::shared_ptr<Round>& round) {
     if (!in_time.empty()) placement.shared_servers = std::move(in_time);
   }
   for (Round::Part& part : round->parts) {
+    if (part.call->answered()) {  // by the failure of another of its rounds
+      Close(part);
+      continue;
+    }
     const std::vector<int32_t> missing = placement.Missing(NeededExperts(layer_, part.topk_ids()));
     if (missing.empty()) continue;  // else a server went since the call looked
     Fail(*part.call, NoServer(layer_.layer, missing), &failed);

@@ -81,8 +81,8 @@ class Batcher : public std::enable_shared_from_this<Batcher> {
 
   // Answers the call (call, result and done are filled in) as soon as its rounds are over, its
   // deadline has passed (DEADLINE_EXCEEDED), its caller has given up (CANCELLED) or a server that
-  // it needs has failed. What a server that has gone was asked for is asked of others as long as
-  // they hold all that is needed.
+  // it needs has failed. What a server that has gone was asked for is asked of others if they hold
+  // all that is needed, until three have gone.
   void Submit(std::shared_ptr<BatchedCall> call);
 
  private:

@@ -59,7 +59,7 @@ struct Round {
 
   DType dtype = DType::kF32;                // of the parts' hidden states
   std::set<const ExpertBackend*> suspects;  // servers that kept others waiting when it was made
-  std::vector<std::shared_ptr<ExpertBackend>> lost;  // servers that its parts were lost by before
+  std::vector<std::shared_ptr<ExpertBackend>> lost;  // servers that went with these parts before
   absl::Time start;
   absl::Time planned;  // between planning and gathering
   absl::Time sent;     // when handing out the slices began

@@ -108,6 +108,11 @@ class Desk {
     std::move(task.done)(Compute(*task.store, task.slice));
     return rows;
   }
+  // The server goes instead.
+  void Lose(size_t server) {
+    Task task = Take(server);
+    if (task.done) std::move(task.done)(absl::UnavailableError("gone"));
+  }
 
  private:
   absl::Mutex mutex_;
@@ -167,6 +172,11 @@ class BatcherTest : public ::testing::Test {
     RouterOptions options;
     options.batching = batching;
     return MakeCluster(checkpoint_, servers, desk_.handler(), options, desk_.on_cancel());
+  }
+  // Another server with what `of` of `servers` holds.
+  void AddReplica(Router& router, size_t server, int of, int servers = 3) {
+    AddServer(router, server, *ExpertStore::ShardOf(checkpoint_->model(), of, servers),
+              desk_.handler(), desk_.on_cancel());
   }
   std::unique_ptr<Caller> Start(Router& router, int64_t begin, int64_t tokens,
                                 absl::Time deadline = absl::InfiniteFuture()) {
@@ -686,6 +696,88 @@ TEST_F(BatcherTest, EveryMergeHasTheSameBits) {
     }
     for (std::thread& thread : threads) thread.join();
   }
+}
+
+// --- others take over
+// ------------------------------------------------------------------------------------
+
+TEST_F(BatcherTest, OfAMergedRoundGoesOnWhatOthersHold) {
+  const auto router = ThreeServers();
+  AddReplica(*router, 3, 0);
+  const int64_t of0 = TokenOf({0}), of1 = TokenOf({1}), of2 = TokenOf({2});
+  const auto first = Start(*router, of2, 1);
+  WaitUntil("the first round", [&] { return desk_.waiting() == 1; });
+  const auto moves = Start(*router, of0, 1);
+  moves->WaitQueued();
+  const auto fails = Start(*router, of1, 1);
+  fails->WaitQueued();
+  EXPECT_EQ(desk_.Serve(2), 1);
+  ExpectTokens(*first, of2, 1);
+  desk_.Lose(0);
+  EXPECT_FALSE(moves->answered());
+  desk_.Lose(1);
+  EXPECT_THAT(fails->text(), HasSubstr("UNAVAILABLE: layer 1: lost the server of expert"));
+  EXPECT_EQ(desk_.Serve(3), 1);
+  ExpectTokens(*moves, of0, 1);
+  EXPECT_EQ(desk_.waiting(), 0u);
+}
+
+TEST_F(BatcherTest, WhatIsTakenOverCountsAsARoundInFlight) {
+  const auto router = ThreeServers();
+  AddReplica(*router, 3, 0);
+  const int64_t of0 = TokenOf({0}), of1 = TokenOf({1});
+  const auto moves = Start(*router, of0, 1);
+  WaitUntil("the first round", [&] { return desk_.waiting() == 1; });
+  const auto waits = Start(*router, of1, 1);
+  waits->WaitQueued();
+  desk_.Lose(0);
+  EXPECT_EQ(desk_.waiting(), 1u);
+  EXPECT_EQ(desk_.Serve(3), 1);
+  ExpectTokens(*moves, of0, 1);
+  EXPECT_EQ(desk_.Serve(1), 1);
+  ExpectTokens(*waits, of1, 1);
+}
+
+TEST_F(BatcherTest, NothingIsTakenOverThatManyServersWentWith) {
+  const auto router = Cluster(1);
+  for (const size_t server : {1, 2, 3}) AddReplica(*router, server, 0, 1);
+  const auto call = Start(*router, 0, 5);
+  for (const size_t server : {0, 1, 2}) {
+    EXPECT_FALSE(call->answered());
+    desk_.Lose(server);
+  }
+  EXPECT_THAT(call->text(), HasSubstr("UNAVAILABLE: layer 1: lost the server of expert"));
+  EXPECT_EQ(desk_.waiting(), 0u);
+}
+
+TEST_F(BatcherTest, WhoGivesUpWhileOthersTakeOverIsLetGo) {
+  const auto router = Cluster(1, {.max_tokens = 10});
+  AddReplica(*router, 1, 0, 1);
+  const auto call = Start(*router, 0, 20);
+  WaitUntil("two of its rounds", [&] { return desk_.waiting() == 2; });
+  EXPECT_EQ(desk_.Serve(0), 10);
+  desk_.Lose(0);
+  EXPECT_EQ(desk_.waiting(), 1u);
+  call->Cancel();
+  EXPECT_THAT(call->text(), HasSubstr("CANCELLED"));
+  WaitUntil("word to the server", [&] { return desk_.cancelled().size() == 1; });
+  EXPECT_EQ(desk_.cancelled()[0].first, 1u);
+  desk_.Serve(1);  // late
+  const auto next = Start(*router, 3, 4);
+  EXPECT_EQ(desk_.Serve(0), 4);
+  ExpectTokens(*next, 3, 4);
+}
+
+TEST_F(BatcherTest, WhatHasFailedIsNotTakenOver) {
+  const auto router = ThreeServers();
+  AddReplica(*router, 3, 0);
+  const int64_t token = TokenOf({0, 1});
+  const auto call = Start(*router, token, 1);
+  Desk::Task replaced = desk_.Take(0), refused = desk_.Take(1);
+  std::move(refused.done)(absl::InternalError("broken"));
+  std::move(replaced.done)(absl::UnavailableError("gone"));
+  EXPECT_EQ(call->text(), "INTERNAL: broken");
+  EXPECT_EQ(desk_.waiting(), 0u);
 }
 
 }  // namespace

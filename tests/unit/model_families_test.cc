@@ -163,25 +163,26 @@ void ExpectExpert(const Checkpoint& checkpoint, const ExpertDescriptor& shape, i
   const auto tag = [shift](char c) { return static_cast<char>(c - shift); };
   const auto weights = checkpoint.ReadExpert(layer, id);
   ASSERT_TRUE(weights.ok()) << weights.status();
+  const int64_t hidden = shape.hidden_size;
   const int64_t width = shape.intermediate_size;
   const int64_t rows = (shape.gated ? 2 : 1) * width;
-  ASSERT_THAT(weights->gate_up.shape(), ::testing::ElementsAre(rows, kHidden));
-  ASSERT_THAT(weights->down.shape(), ::testing::ElementsAre(kHidden, width));
+  ASSERT_THAT(weights->gate_up.shape(), ::testing::ElementsAre(rows, hidden));
+  ASSERT_THAT(weights->down.shape(), ::testing::ElementsAre(hidden, width));
   EXPECT_EQ(weights->gate_up.dtype(), shape.weight_dtype);
   EXPECT_EQ(weights->down.dtype(), shape.weight_dtype);
   if (shape.gated) ExpectMatrix(weights->gate_up, 0, width, tag('g'), layer, expert);
   ExpectMatrix(weights->gate_up, rows - width, width, tag('u'), layer, expert);
-  ExpectMatrix(weights->down, 0, kHidden, tag('d'), layer, expert);
+  ExpectMatrix(weights->down, 0, hidden, tag('d'), layer, expert);
   if (!shape.has_bias) {
     EXPECT_EQ(weights->gate_up_bias.num_elements() + weights->down_bias.num_elements(), 0);
     return;
   }
   ASSERT_THAT(weights->gate_up_bias.shape(), ::testing::ElementsAre(rows));
-  ASSERT_THAT(weights->down_bias.shape(), ::testing::ElementsAre(kHidden));
+  ASSERT_THAT(weights->down_bias.shape(), ::testing::ElementsAre(hidden));
   EXPECT_EQ(weights->gate_up_bias.dtype(), DType::kF32);
   ExpectMatrix(weights->gate_up_bias, 0, width, 'a', layer, expert);
   ExpectMatrix(weights->gate_up_bias, width, width, 'b', layer, expert);
-  ExpectMatrix(weights->down_bias, 0, kHidden, 'c', layer, expert);
+  ExpectMatrix(weights->down_bias, 0, hidden, 'c', layer, expert);
 }
 
 // Values of a vector of the gate; empty where the case has no such tensor.
@@ -231,14 +232,15 @@ TEST_P(ModelFamilies, IsDescribedAndReadAsItWasWritten) {
     SCOPED_TRACE(absl::StrCat("layer ", layer.layer));
     ASSERT_EQ(kinds.count(layer.layer), 1u);
     EXPECT_EQ(layer.kind, kinds[layer.layer]);
-    EXPECT_EQ(layer.experts.hidden_size, kHidden);
+    EXPECT_EQ(layer.experts.hidden_size, one.hidden);
     const bool moe = layer.kind == LayerKind::kMoe;
     EXPECT_EQ(Summary(layer), moe ? one.moe : one.dense);
     const auto router = checkpoint.ReadRouter(layer.layer);
     ASSERT_TRUE(router.ok()) << router.status();
     if (moe) {
       EXPECT_EQ(layer.experts.weight_dtype, DType::kBF16);
-      ASSERT_THAT(router->weight.shape(), ::testing::ElementsAre(kExperts + one.identity, kHidden));
+      ASSERT_THAT(router->weight.shape(),
+                  ::testing::ElementsAre(kExperts + one.identity, one.hidden));
       ExpectMatrix(router->weight, 0, kExperts + one.identity, 'R', layer.layer, 0);
       ExpectVector(one, router->logits_bias, 'l', layer.layer);
       ExpectVector(one, router->selection_bias, 's', layer.layer);

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cmath>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -576,7 +577,8 @@ TEST_F(QuantizationTest, RefusesPackedTensorsByName) {
                                               {DType::kI32, kHidden / 8},
                                               {DType::kF8_E5M2, kHidden}}) {
     Folder folder = good;
-    folder.tensors[up + "weight"] = Tensor(dtype, {kIntermediate, columns});
+    Tensor& packed = folder.tensors[up + "weight"] = Tensor(dtype, {kIntermediate, columns});
+    std::memset(packed.data(), 0, packed.num_bytes());
     EXPECT_THAT(Refusal(folder),
                 AllOf(HasSubstr("UNIMPLEMENTED"), HasSubstr(up + "weight"),
                       HasSubstr(NameOf(dtype)), HasSubstr("supported are F32, BF16 and F16")));

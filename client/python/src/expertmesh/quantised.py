@@ -150,10 +150,12 @@ def _compressed_tensors(config: dict[str, Any]) -> Scheme:
         raise _unsupported(f"quant_method compressed-tensors with format {given!r}")
     found = set()
     for name, group in (config.get("config_groups") or {}).items():
-        weights = group.get("weights") or {}
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if not isinstance(weights, dict):
+            raise _invalid(f"quantization_config: config_groups: {name}: expected an object weights")
         if (weights.get("type"), weights.get("num_bits")) != ("float", 8):
             raise _unsupported(f"config_groups: {name}: weights {weights}")
-        strategy = weights.get("strategy")
+        strategy = weights.get("strategy") or "tensor"
         if strategy == "block" and weights.get("block_structure") == [_BLOCK, _BLOCK]:
             found.add(Scheme.BLOCKS)
         elif strategy in ("channel", "tensor"):
@@ -161,7 +163,8 @@ def _compressed_tensors(config: dict[str, Any]) -> Scheme:
         else:
             raise _unsupported(f"config_groups: {name}: strategy {strategy!r}")
     if len(found) != 1:
-        raise _unsupported("config_groups of none or of several strategies")
+        given = " and ".join(sorted(scheme.value for scheme in found)) or "none"
+        raise _unsupported(f"config_groups of more or fewer than one kind of scales ({given})")
     return found.pop()
 
 

@@ -325,7 +325,7 @@ def from_pretrained(
     multimodal model it loads the language model alone, where transformers has a class for that.
 
     Expert weights are neither read nor allocated; the other tensors are read from its safetensors files.
-    Those that are quantised are dequantised, rounded once, to the dtype of the model.
+    Those that are quantised are dequantised in float32 and rounded to the dtype of the model.
 
     dtype: of the model; by default that of config.json, or else of the checkpoint's embeddings, or bfloat16
         where these are quantised.
