@@ -65,14 +65,27 @@ float FloatFromE8M0(uint8_t code) {
   return std::bit_cast<float>(static_cast<uint32_t>(code) << 23);
 }
 
+namespace {
+
+// 2^(scale - 127); in double, where nothing that it is multiplied with becomes denormal.
+double PowerOfTwo(uint8_t scale) {
+  return std::bit_cast<double>(static_cast<uint64_t>(scale + 1023 - 127) << 52);
+}
+
+}  // namespace
+
 float FloatFromMxfp4(uint8_t code, uint8_t scale) {
   constexpr double kMagnitudes[8] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
   const double magnitude = kMagnitudes[code & 7];
   if (magnitude == 0 || (scale == 0 && magnitude == 0.5)) return 0.0f;
-  // In double, where nothing here is denormal.
-  const double power = std::bit_cast<double>(static_cast<uint64_t>(scale + 1023 - 127) << 52);
-  const auto value = static_cast<float>(magnitude * power);
+  const auto value = static_cast<float>(magnitude * PowerOfTwo(scale));
   return (code & 8) != 0 ? -value : value;
+}
+
+float FloatFromMxfp8(uint8_t code, uint8_t scale) {
+  const double value = FloatFromE4M3(code) * PowerOfTwo(scale);
+  if (value > -0x1p-126 && value < 0x1p-126) return (code & 0x80) != 0 ? -0.0f : 0.0f;
+  return static_cast<float>(value);
 }
 
 uint16_t F16FromFloat(float value) {

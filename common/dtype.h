@@ -91,6 +91,12 @@ float FloatFromE8M0(uint8_t code);
 float FloatFromMxfp4(uint8_t code, uint8_t scale);
 constexpr uint8_t kMaxMxfp4Scale = 252;
 
+// What an MXFP8 code counts as: the e4m3 value of `code`, which is no NaN, times 2^(scale - 127),
+// exact in bf16. Below 2^-126 that is zero, with the sign of the code. scale is at most
+// kMaxMxfp8Scale, with which codes are at most 240.
+float FloatFromMxfp8(uint8_t code, uint8_t scale);
+constexpr uint8_t kMaxMxfp8Scale = 247;
+
 // Element `index` of an F32, BF16 or F16 array, widened to float.
 inline float LoadFloat(DType dtype, const void* data, int64_t index) {
   switch (dtype) {

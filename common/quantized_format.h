@@ -53,6 +53,34 @@ constexpr int64_t ScalesPerRow(QuantizedFormat format, int64_t k) {
   return (k + channels - 1) / channels;
 }
 
+// What weights quantised so are.
+constexpr WeightFormat WeightFormatOf(QuantizedFormat format) {
+  switch (format) {
+    case QuantizedFormat::kFp8Rowwise:
+      return WeightFormat::kFp8Row;
+    case QuantizedFormat::kFp8Block128:
+      return WeightFormat::kFp8Block128;
+    case QuantizedFormat::kMxfp8:
+    case QuantizedFormat::kMxfp8Rceil:
+      break;
+  }
+  return WeightFormat::kMxfp8;
+}
+
+// What the rows of every expert are padded to a multiple of.
+constexpr int64_t PadMultipleOf(QuantizedFormat format) {
+  switch (format) {
+    case QuantizedFormat::kFp8Rowwise:
+      return 16;
+    case QuantizedFormat::kFp8Block128:
+      return 128;
+    case QuantizedFormat::kMxfp8:
+    case QuantizedFormat::kMxfp8Rceil:
+      break;
+  }
+  return 32;
+}
+
 // F32 or F8_E8M0.
 constexpr DType ScaleDType(QuantizedFormat format) {
   const bool exponents =

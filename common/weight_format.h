@@ -21,9 +21,10 @@ enum class WeightFormat {
   // U8 [N, K / 2] (K is even): two e2m1 codes a byte, the even k in the low nibble; U8 scales
   // [N, ceil(K / 32)], exponents as e8m0.
   kMxfp4,
+  kMxfp8,  // F8_E4M3 [N, K]; U8 scales [N, ceil(K / 32)], exponents as e8m0
 };
 
-// "plain", "fp8_block128", "fp8_row", "mxfp4".
+// "plain", "fp8_block128", "fp8_row", "mxfp4", "mxfp8".
 inline const char* NameOf(WeightFormat format) {
   switch (format) {
     case WeightFormat::kFp8Block128:
@@ -32,6 +33,8 @@ inline const char* NameOf(WeightFormat format) {
       return "fp8_row";
     case WeightFormat::kMxfp4:
       return "mxfp4";
+    case WeightFormat::kMxfp8:
+      return "mxfp8";
     case WeightFormat::kPlain:
       break;
   }
@@ -49,6 +52,7 @@ inline int64_t ScalesPerRow(WeightFormat format, int64_t k) {
     case WeightFormat::kFp8Row:
       return 1;
     case WeightFormat::kMxfp4:
+    case WeightFormat::kMxfp8:
       return (k + kMxBlockK - 1) / kMxBlockK;
     case WeightFormat::kPlain:
       break;
@@ -56,9 +60,10 @@ inline int64_t ScalesPerRow(WeightFormat format, int64_t k) {
   return 0;
 }
 
-// F32, or U8 for kMxfp4.
+// F32, or U8 for kMxfp4 and kMxfp8.
 inline DType ScaleDType(WeightFormat format) {
-  return format == WeightFormat::kMxfp4 ? DType::kU8 : DType::kF32;
+  const bool exponents = format == WeightFormat::kMxfp4 || format == WeightFormat::kMxfp8;
+  return exponents ? DType::kU8 : DType::kF32;
 }
 
 // Somebody else's matrix.

@@ -29,7 +29,7 @@ bool ParseShard(const std::string& text, int32_t* shard, int32_t* num_shards) {
 
 int Main(int argc, char** argv) {
   ExpertServerOptions options;
-  std::string model;
+  ModelSource model;
   std::string shard = "0/1";
   double grace_seconds = 10;
   options.engine.threads = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
@@ -37,7 +37,7 @@ int Main(int argc, char** argv) {
       "Holds one shard of a model's experts and computes them for the routers.\n"
       "Start order does not matter: it keeps looking for its router.");
   app.set_version_flag("--version", VersionText());
-  app.add_option("--model", model, "Hugging Face model folder")->required();
+  AddModelOptions(app, &model);
   app.add_option("--listen", options.listen,
                  "HOST:PORT to serve on, port 0: any free one; or unix:/PATH")
       ->capture_default_str();
@@ -74,14 +74,14 @@ int Main(int argc, char** argv) {
   if (absl::Status status = InitProcess("expert-server"); !status.ok()) return Fail(status);
   StopSignals stop;
   spdlog::info("expertmesh-expert-server {}: model {}, shard {}/{}, {} threads, {} on {}",
-               VersionText(), model, options.shard, options.num_shards, options.engine.threads,
-               NameOf(options.engine.kind), NameOf(options.engine.isa));
+               VersionText(), model.folder, options.shard, options.num_shards,
+               options.engine.threads, NameOf(options.engine.kind), NameOf(options.engine.isa));
   if (options.engine.kind == EngineKind::kForLoop) {
     spdlog::info("for_loop is scalar and has one thread, whatever --isa and --threads say");
   }
   std::unique_ptr<ExpertServer> server;
   {
-    const absl::StatusOr<std::shared_ptr<const Checkpoint>> checkpoint = Checkpoint::Open(model);
+    const absl::StatusOr<std::shared_ptr<const Checkpoint>> checkpoint = OpenModel(model);
     if (!checkpoint.ok()) return Fail(checkpoint.status());
     ProgressBar bar("loading experts");
     absl::StatusOr<std::unique_ptr<ExpertServer>> started = ExpertServer::Start(

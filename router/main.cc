@@ -14,15 +14,17 @@ namespace {
 
 int Main(int argc, char** argv) {
   RouterServerOptions options;
-  std::string model;
+  ModelSource model;
   double startup_grace_seconds = 60;
   double grace_seconds = 10;
   int64_t batch_wait_us = 0;
+  std::string dispatch_dtype = "native";
+  std::string empty_experts = "zero";
   CLI::App app(
       "Routes tokens to the expert servers of one node and combines what they return.\n"
       "Start order does not matter: servers may come before or after it.");
   app.set_version_flag("--version", VersionText());
-  app.add_option("--model", model, "Hugging Face model folder")->required();
+  AddModelOptions(app, &model);
   app.add_option("--listen", options.listen,
                  "HOST:PORT to serve on, port 0: any free one; or unix:/PATH")
       ->capture_default_str();
@@ -65,10 +67,13 @@ int Main(int argc, char** argv) {
   app.add_option("--grace", grace_seconds, "seconds to finish what is under way after SIGTERM")
       ->capture_default_str()
       ->check(CLI::Range(0.0, 1e6));
+  AddDispatchOptions(app, &dispatch_dtype, &empty_experts);
   AddEngineOptions(app, &options.router.engine, &options.router.isa);
   CLI11_PARSE(app, argc, argv);
   options.router.startup_grace = absl::Seconds(startup_grace_seconds);
   options.router.batching.wait = absl::Microseconds(batch_wait_us);
+  if (dispatch_dtype == "fp8") options.router.wire_format = QuantizedFormat::kFp8Block128;
+  if (empty_experts == "block") options.router.empty_experts = EmptyExperts::kOneBlock;
 
   const auto fail = [](const absl::Status& status) {
     spdlog::error("{}", std::string(status.message()));
@@ -76,8 +81,8 @@ int Main(int argc, char** argv) {
   };
   if (absl::Status status = InitProcess("router"); !status.ok()) return fail(status);
   StopSignals stop;
-  spdlog::info("expertmesh-router {}: model {}", VersionText(), model);
-  absl::StatusOr<std::shared_ptr<const Checkpoint>> checkpoint = Checkpoint::Open(model);
+  spdlog::info("expertmesh-router {}: model {}", VersionText(), model.folder);
+  absl::StatusOr<std::shared_ptr<const Checkpoint>> checkpoint = OpenModel(model);
   if (!checkpoint.ok()) return fail(checkpoint.status());
   absl::StatusOr<std::unique_ptr<RouterServer>> server =
       RouterServer::Start(*std::move(checkpoint), options);

@@ -48,7 +48,8 @@ struct WeightType {
 inline std::vector<WeightType> AllWeightTypes() {
   return {{WeightFormat::kPlain, DType::kF32},      {WeightFormat::kPlain, DType::kBF16},
           {WeightFormat::kPlain, DType::kF16},      {WeightFormat::kFp8Block128, DType::kF8_E4M3},
-          {WeightFormat::kFp8Row, DType::kF8_E4M3}, {WeightFormat::kMxfp4, DType::kF4}};
+          {WeightFormat::kFp8Row, DType::kF8_E4M3}, {WeightFormat::kMxfp4, DType::kF4},
+          {WeightFormat::kMxfp8, DType::kF8_E4M3}};
 }
 inline std::string NameOf(const WeightType& type) {
   return type.format == WeightFormat::kPlain ? NameOf(type.dtype) : NameOf(type.format);
@@ -75,7 +76,7 @@ inline RandomWeights MakeWeights(const WeightType& type, int64_t n, int64_t k, f
   }
   weights.scales = Tensor(ScaleDType(type.format), {n, ScalesPerRow(type.format, k)});
   for (int64_t i = 0; i < weights.scales.num_elements(); ++i) {
-    if (mxfp4) {
+    if (weights.scales.dtype() == DType::kU8) {
       weights.scales.as<uint8_t>()[i] =
           static_cast<uint8_t>(127 + std::ilogb(scale) - static_cast<int>(rng() % 20));
     } else {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "common/dtype.h"
+#include "common/kernels/for_loop_quantize.h"
 #include "common/model/checkpoint.h"
 #include "common/model/description.h"
 #include "common/numerics/math.h"
@@ -59,7 +60,7 @@ inline ExpertWeights RandomExpert(const ExpertDescriptor& descriptor, float scal
   return weights;
 }
 
-// Weight [n, k], unscaled for fp8.
+// Weight [n, k], unscaled for fp8, with its scale for MXFP4 and MXFP8.
 inline float RestatedWeight(const RandomWeights& weights, int64_t n, int64_t k) {
   const int64_t columns = weights.View().k();
   const auto byte = [&](int64_t i) { return int{weights.values.as<uint8_t>()[i]}; };
@@ -79,7 +80,11 @@ inline float RestatedWeight(const RandomWeights& weights, int64_t n, int64_t k) 
       const int mantissa = code & 7;
       const double magnitude =
           exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
-      return static_cast<float>(code >= 128 ? -magnitude : magnitude);
+      int scale = 0;
+      if (weights.format == WeightFormat::kMxfp8) {
+        scale = weights.scales.as<uint8_t>()[n * weights.scales.dim(1) + k / 32] - 127;
+      }
+      return static_cast<float>(std::ldexp(code >= 128 ? -magnitude : magnitude, scale));
     }
   }
 }
@@ -106,14 +111,20 @@ inline float RestatedChain(const std::vector<float>& x, const RandomWeights& wei
   return sum;
 }
 
-// Output n of a projection.
+// Output n of a projection. row_scales: of x where that is quantised to a format with fp32 scales,
+// else empty.
 inline float RestatedProjection(const std::vector<float>& x, const RandomWeights& weights,
-                                int64_t n) {
+                                int64_t n, const std::vector<float>& row_scales = {}) {
   const int64_t columns = weights.View().k();
   const float* const scales = weights.scales.as<float>();
+  const auto scale = [&](int64_t at, int64_t block) {
+    volatile float product = scales[at];
+    if (!row_scales.empty()) product = product * row_scales[block];
+    return product;
+  };
   if (weights.format == WeightFormat::kFp8Row) {
     volatile float chain = RestatedChain(x, weights, n, 0, columns);
-    return chain * scales[n];
+    return chain * scale(n, 0);
   }
   if (weights.format != WeightFormat::kFp8Block128) return RestatedChain(x, weights, n, 0, columns);
   volatile float y = 0.0f;
@@ -121,7 +132,7 @@ inline float RestatedProjection(const std::vector<float>& x, const RandomWeights
   for (int64_t block = 0; block < blocks; ++block) {
     const int64_t begin = 128 * block;
     const int64_t end = std::min(columns, begin + 128);
-    y = fmaf(RestatedChain(x, weights, n, begin, end), scales[n * blocks + block], y);
+    y = fmaf(RestatedChain(x, weights, n, begin, end), scale(n * blocks + block, block), y);
   }
   return y;
 }
@@ -191,7 +202,32 @@ inline float RoundRow(DType request, float value) {
   return request == DType::kBF16 ? FloatFromBF16(BF16FromFloat(value)) : value;
 }
 
-// The whole expert for one row, with FTZ and DAZ set by the caller.
+// A row as it is multiplied, and its scales where they are multiplied apart.
+struct RestatedRow {
+  std::vector<float> values;
+  std::vector<float> scales;
+};
+
+inline RestatedRow Quantized(QuantizedFormat format, const std::vector<float>& x) {
+  const auto k = static_cast<int64_t>(x.size());
+  Tensor codes(DType::kU8, {1, k});
+  Tensor scales(ScaleDType(format), {ScalesPerRow(format, k)});
+  ForLoopQuantizeRows({format, DType::kF32, x.data(), 1, k, codes.as<uint8_t>(), scales.data()});
+  RestatedRow row;
+  const RandomWeights unscaled = {WeightFormat::kFp8Row, codes, Tensor()};
+  for (int64_t i = 0; i < k; ++i) {
+    const double value = RestatedWeight(unscaled, 0, i);
+    const int exponent = scales.dtype() == DType::kF32 ? 0 : scales.as<uint8_t>()[i / 32] - 127;
+    row.values.push_back(static_cast<float>(std::ldexp(value, exponent)));
+  }
+  if (scales.dtype() == DType::kF32) {
+    row.scales.assign(scales.as<float>(), scales.as<float>() + scales.num_elements());
+  }
+  return row;
+}
+
+// The whole expert for one row, with FTZ and DAZ set by the caller. A row that is to be quantised
+// is what the router quantises.
 inline std::vector<float> RestatedExpert(const ExpertDescriptor& descriptor,
                                          const ExpertWeights& weights, DType request,
                                          const std::vector<float>& x) {
@@ -199,19 +235,25 @@ inline std::vector<float> RestatedExpert(const ExpertDescriptor& descriptor,
   std::vector<float> h(width), y(descriptor.hidden_size);
   const RandomWeights gate_up = {descriptor.weight_format, weights.gate_up, weights.gate_up_scales};
   const RandomWeights down = {descriptor.weight_format, weights.down, weights.down_scales};
-  const auto row = [&](const RandomWeights& matrix, const Tensor& bias,
-                       const std::vector<float>& in, int64_t n) {
-    volatile float sum = RestatedProjection(in, matrix, n);
+  const auto input = [&descriptor](const std::vector<float>& values) {
+    return descriptor.row_format ? Quantized(*descriptor.row_format, values)
+                                 : RestatedRow{values, {}};
+  };
+  const auto row = [&](const RandomWeights& matrix, const Tensor& bias, const RestatedRow& in,
+                       int64_t n) {
+    volatile float sum = RestatedProjection(in.values, matrix, n, in.scales);
     if (descriptor.has_bias) sum = sum + bias.as<float>()[n];
     return sum;
   };
+  const RestatedRow in = input(x);
   for (int64_t f = 0; f < width; ++f) {
-    const float g = row(gate_up, weights.gate_up_bias, x, f);
-    const float u = descriptor.gated ? row(gate_up, weights.gate_up_bias, x, width + f) : 0.0f;
+    const float g = row(gate_up, weights.gate_up_bias, in, f);
+    const float u = descriptor.gated ? row(gate_up, weights.gate_up_bias, in, width + f) : 0.0f;
     h[f] = RoundRow(request, RestatedActivation(descriptor, g, u));
   }
+  const RestatedRow between = input(h);
   for (int64_t d = 0; d < descriptor.hidden_size; ++d) {
-    y[d] = RoundRow(request, row(down, weights.down_bias, h, d));
+    y[d] = RoundRow(request, row(down, weights.down_bias, between, d));
   }
   return y;
 }

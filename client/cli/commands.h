@@ -20,6 +20,7 @@ Command AddServe(CLI::App& app);
 Command AddForward(CLI::App& app);
 Command AddInspect(CLI::App& app);
 Command AddStatus(CLI::App& app);
+Command AddTop(CLI::App& app);
 Command AddHealth(CLI::App& app);
 Command AddDemo(CLI::App& app);
 Command AddBench(CLI::App& app);

@@ -8,6 +8,7 @@
 
 #include "client/cli/commands.h"
 #include "client/cli/common.h"
+#include "common/command_line.h"
 #include "common/model/checkpoint.h"
 #include "common/status.h"
 #include "common/text.h"
@@ -19,7 +20,7 @@ namespace expertmesh {
 namespace {
 
 struct Options {
-  std::string model;
+  ModelSource model;
   int32_t servers = 1;
   bool json = false;
 };
@@ -180,7 +181,7 @@ void Print(const Checkpoint& checkpoint, const std::vector<ExpertStore::Held>& s
 }
 
 absl::Status Run(const Options& options) {
-  ASSIGN_OR_RETURN(const auto checkpoint, Checkpoint::Open(options.model));
+  ASSIGN_OR_RETURN(const auto checkpoint, OpenModel(options.model));
   std::vector<ExpertStore::Held> shards;
   for (int32_t i = 0; i < options.servers; ++i) {
     ASSIGN_OR_RETURN(ExpertStore::Held held,
@@ -199,10 +200,11 @@ absl::Status Run(const Options& options) {
 
 Command AddInspect(CLI::App& app) {
   auto options = std::make_shared<Options>();
-  app.add_option("model", options->model, "Hugging Face model folder")->required();
+  app.add_option("model", options->model.folder, "Hugging Face model folder")->required();
   app.add_option("--servers", options->servers, "number of expert servers to plan for")
       ->capture_default_str()
       ->check(CLI::Range(1, 4096));
+  AddPrecisionOptions(app, &options->model);
   app.add_flag("--json", options->json, "print JSON, everything in it");
   return [options] {
     const absl::Status status = Run(*options);

@@ -34,6 +34,7 @@ int Main(int argc, char** argv) {
   add("forward", "Run one MoE layer on rows of a safetensors file", AddForward);
   add("inspect", "Describe a model folder without loading it", AddInspect);
   add("status", "Show the servers of a cluster", AddStatus);
+  add("top", "Show what a cluster does, every few seconds", AddTop);
   add("health", "Exit 0 when the cluster serves, 1 when not, 2 when no router answers", AddHealth);
   add("demo", "Run recorded activations through every layer and check the answers", AddDemo);
   add("bench", "Measure this machine and this build", AddBench);

@@ -26,7 +26,7 @@ namespace expertmesh {
 namespace {
 
 struct Options {
-  std::string model;
+  ModelSource model;
   int servers = 1;
   std::string host = "127.0.0.1";
   int port = 7070;
@@ -38,6 +38,8 @@ struct Options {
   int rounds_per_layer = BatchingOptions().rounds_per_layer;
   int64_t batch_wait_us = 0;
   int64_t max_round_tokens = BatchingOptions().max_tokens;
+  std::string dispatch_dtype = "native";
+  std::string empty_experts = "zero";
 };
 
 constexpr absl::Duration kPoll = absl::Milliseconds(100);
@@ -114,8 +116,6 @@ class Supervisor {
     Service router;
     router.name = "router";
     router.argv = {folder + "/expertmesh-router",
-                   "--model",
-                   options_.model,
                    "--listen",
                    Address(options_.port),
                    "--grace",
@@ -129,7 +129,13 @@ class Supervisor {
                    "--batch-wait-us",
                    absl::StrCat(options_.batch_wait_us),
                    "--max-round-tokens",
-                   absl::StrCat(options_.max_round_tokens)};
+                   absl::StrCat(options_.max_round_tokens),
+                   "--dispatch-dtype",
+                   options_.dispatch_dtype,
+                   "--empty-experts",
+                   options_.empty_experts};
+    const std::vector<std::string> model = ModelArguments(options_.model);
+    router.argv.insert(router.argv.end(), model.begin(), model.end());
     RETURN_IF_ERROR(StartOne(router, /*capture=*/true));
     absl::StatusOr<std::string> line = absl::DeadlineExceededError("");
     const absl::Time give_up = absl::Now() + kRouterStart;
@@ -145,7 +151,7 @@ class Supervisor {
       return absl::UnavailableError("the router did not start: see its message above");
     }
     router_address_ = line->substr(sizeof("listening ") - 1);
-    router.argv[4] = router_address_;  // started again, it is found where it was
+    router.argv[2] = router_address_;  // started again, it is found where it was
     services_.push_back(std::move(router));
     const int threads =
         options_.threads > 0
@@ -158,8 +164,6 @@ class Supervisor {
       Service server;
       server.name = absl::StrCat("server-", i);
       server.argv = {folder + "/expertmesh-expert-server",
-                     "--model",
-                     options_.model,
                      "--listen",
                      Address(base == 0 ? 0 : base + i),
                      "--router",
@@ -174,6 +178,7 @@ class Supervisor {
                      NameOf(options_.engine),
                      "--isa",
                      NameOf(options_.isa)};
+      server.argv.insert(server.argv.end(), model.begin(), model.end());
       RETURN_IF_ERROR(StartOne(server, /*capture=*/false));
       services_.push_back(std::move(server));
     }
@@ -248,7 +253,7 @@ Command AddServe(CLI::App& app) {
       "standard error. A child that dies is started again, once the cluster has been ready; before "
       "that it\n"
       "ends the command.");
-  app.add_option("--model", options->model, "Hugging Face model folder")->required();
+  AddModelOptions(app, &options->model);
   app.add_option("--servers", options->servers, "number of expert servers")
       ->capture_default_str()
       ->check(CLI::Range(1, 1024));
@@ -280,6 +285,7 @@ Command AddServe(CLI::App& app) {
   app.add_option("--max-round-tokens", options->max_round_tokens, "tokens of a round")
       ->capture_default_str()
       ->check(CLI::Range(1, 1 << 30));
+  AddDispatchOptions(app, &options->dispatch_dtype, &options->empty_experts);
   return [options] {
     const absl::Status status = Supervisor(*options).Run();
     return status.ok() ? static_cast<int>(kOk) : Fail(status);

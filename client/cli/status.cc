@@ -59,7 +59,15 @@ void PrintJson(const v1::GetClusterResponse& cluster) {
     out["layers"].push_back({{"layer", layer.layer()},
                              {"rounds", layer.rounds()},
                              {"requests", layer.requests()},
-                             {"tokens", layer.tokens()}});
+                             {"tokens", layer.tokens()},
+                             {"format", layer.format()},
+                             {"pairs", layer.pairs()},
+                             {"unique_rows", layer.unique_rows()},
+                             {"padded_positions", layer.padded_positions()},
+                             {"row_bytes", layer.row_bytes()},
+                             {"saturated_values", layer.saturated_values()},
+                             {"saturated_rows", layer.saturated_rows()},
+                             {"zero_rows", layer.zero_rows()}});
   }
   std::printf("%s\n", out.dump(2).c_str());
 }
@@ -79,10 +87,20 @@ void PrintTable(const v1::GetClusterResponse& cluster) {
                 StateName(server.state()), server.layers_size(), experts.c_str(),
                 static_cast<unsigned long long>(server.rows()), server.numerics().c_str());
   }
+  std::printf("\n%5s %-14s %9s %11s %11s %11s %11s %13s %10s %10s\n", "layer", "format", "rounds",
+              "tokens", "pairs", "rows sent", "padding", "bytes sent", "saturated", "zero rows");
+  for (const v1::LayerRounds& layer : cluster.layers()) {
+    const auto number = [](uint64_t value) { return static_cast<unsigned long long>(value); };
+    std::printf("%5d %-14s %9llu %11llu %11llu %11llu %11llu %13llu %10llu %10llu\n", layer.layer(),
+                layer.format().c_str(), number(layer.rounds()), number(layer.tokens()),
+                number(layer.pairs()), number(layer.unique_rows()),
+                number(layer.padded_positions()), number(layer.row_bytes()),
+                number(layer.saturated_rows()), number(layer.zero_rows()));
+  }
   if (cluster.serving()) {
-    std::printf("serving: every expert of every layer has a server\n");
+    std::printf("\nserving: every expert of every layer has a server\n");
   } else {
-    std::printf("not serving: %s\n", cluster.missing().c_str());
+    std::printf("\nnot serving: %s\n", cluster.missing().c_str());
   }
 }
 

@@ -45,6 +45,11 @@ LocalCluster::~LocalCluster() {
 absl::StatusOr<std::unique_ptr<LocalCluster>> LocalCluster::Start(
     const std::string& model_dir, const LocalClusterOptions& options) {
   ASSIGN_OR_RETURN(std::shared_ptr<const Checkpoint> checkpoint, Checkpoint::Open(model_dir));
+  return Start(std::move(checkpoint), options);
+}
+
+absl::StatusOr<std::unique_ptr<LocalCluster>> LocalCluster::Start(
+    std::shared_ptr<const Checkpoint> checkpoint, const LocalClusterOptions& options) {
   std::unique_ptr<LocalCluster> cluster(new LocalCluster());
   ASSIGN_OR_RETURN(cluster->router_, Router::Create(checkpoint, kNumerics, options.router));
   for (int32_t i = 0; i < options.servers; ++i) {

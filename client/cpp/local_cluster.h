@@ -28,6 +28,8 @@ class LocalCluster {
   // Loads the whole model. Errors of Checkpoint::Open and ExpertStore::Load.
   static absl::StatusOr<std::unique_ptr<LocalCluster>> Start(
       const std::string& model_dir, const LocalClusterOptions& options = {});
+  static absl::StatusOr<std::unique_ptr<LocalCluster>> Start(
+      std::shared_ptr<const Checkpoint> checkpoint, const LocalClusterOptions& options = {});
 
   ~LocalCluster();
 

@@ -47,18 +47,34 @@ INLINE void StoreSums(const TileArgs& args, const __m512 (&acc)[kPanels][kRows])
   }
 }
 
-// The chains of one block of k are done: c = fma(chain, scale, c), and the next ones begin.
-template <int kRows, int kPanels>
-INLINE void AddScaled(const TileArgs& args, const std::byte* scales, bool from_zero,
-                      __m512 (&acc)[kPanels][kRows]) {
+// The chains of one block of k are done: c = fma(chain, scale, c), and the next ones begin. block:
+// counted from args.scales on.
+template <bool kRowScales, int kRows, int kPanels>
+INLINE void AddScaledBlock(const TileArgs& args, int64_t block, __m512 (&acc)[kPanels][kRows]) {
+  const std::byte* const scales = args.scales + block * kFp8BlockScaleBytes;
+  const bool from_zero = args.from_zero && block == 0;
   UNROLL for (int p = 0; p < kPanels; ++p) {
-    const __m512 scale = _mm512_load_ps(scales + p * args.scale_bytes);
+    const __m512 of_weights = _mm512_load_ps(scales + p * args.scale_bytes);
     UNROLL for (int r = 0; r < kRows; ++r) {
+      __m512 scale = of_weights;
+      if constexpr (kRowScales) {
+        scale =
+            _mm512_mul_ps(scale, _mm512_set1_ps(args.x_scales[r * args.x_scales_stride + block]));
+      }
       float* const c = SumsOf(args, p, r);
       const __m512 sum = from_zero ? _mm512_setzero_ps() : _mm512_load_ps(c);
       _mm512_store_ps(c, _mm512_fmadd_ps(acc[p][r], scale, sum));
       acc[p][r] = _mm512_setzero_ps();
     }
+  }
+}
+
+template <int kRows, int kPanels>
+INLINE void AddScaled(const TileArgs& args, int64_t block, __m512 (&acc)[kPanels][kRows]) {
+  if (args.x_scales == nullptr) {
+    AddScaledBlock<false, kRows, kPanels>(args, block, acc);
+  } else {
+    AddScaledBlock<true, kRows, kPanels>(args, block, acc);
   }
 }
 
@@ -99,7 +115,7 @@ DOT_PRODUCT_TARGET KERNEL_NOINLINE void Tile(const TileArgs& args) {
     x += kPairBytes;
   }
   if constexpr (kScaled) {
-    AddScaled<kRows, kPanels>(args, args.scales, args.from_zero, acc);
+    AddScaled<kRows, kPanels>(args, /*block=*/0, acc);
   } else {
     StoreSums<kRows, kPanels>(args, acc);
   }
@@ -121,7 +137,7 @@ struct LinesFp8 {
   static constexpr int kWords = 2;
   static constexpr int PanelsAtOnce(int rows, bool /*wide*/) { return rows <= 3 ? 4 : 2; }
   static constexpr int64_t kScaleLines = kFp8BlockK / 4;
-  static constexpr int64_t kScaleBytes = kLineBytes;
+  static constexpr int64_t kScaleBytes = kFp8BlockScaleBytes;
   struct Scale {};
   struct Tables {
     __m512i low[2], high[2], sign;
@@ -146,6 +162,51 @@ struct LinesFp8 {
     const __m512i low = Lookup128(v, t.low);
     const __m512i magnitude = Lookup128(v, t.high);
     const __m512i high = _mm512_ternarylogic_epi32(magnitude, v, t.sign, 0xf8);  // a | b & c
+    words[0] = _mm512_unpacklo_epi8(low, high);
+    words[1] = _mm512_unpackhi_epi8(low, high);
+  }
+};
+struct LinesMxfp8 {
+  static constexpr int kWords = 2;
+  static constexpr int PanelsAtOnce(int rows, bool /*wide*/) { return rows <= 3 ? 4 : 2; }
+  static constexpr int64_t kScaleLines = kMxBlockK / 4;
+  static constexpr int64_t kScaleBytes = kPanelColumns;
+  using Scale = __m512i;  // what is to be subtracted from the exponent of each byte of a line
+  struct Tables {
+    __m512i exponent[2], mantissa[2], top_bit;
+  };
+  INLINE static Tables LoadTables() {
+    Tables t;
+    UNROLL for (int i = 0; i < 2; ++i) {
+      t.exponent[i] = _mm512_load_si512(kWidenTables.mxfp8_exponent + 64 * i);
+      t.mantissa[i] = _mm512_load_si512(kWidenTables.mxfp8_mantissa + 64 * i);
+      Keep(t.exponent[i]);
+      Keep(t.mantissa[i]);
+    }
+    t.top_bit = _mm512_set1_epi8(static_cast<char>(0x80));
+    return t;
+  }
+  INLINE static Scale LoadScale(const std::byte* scales) {
+    const __m512i scale =
+        _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(scales)));
+    const __m512i columns =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 4, 4, 8, 8, 12, 12, 0, 0, 4, 4, 8, 8, 12, 12));
+    return _mm512_sub_epi8(_mm512_set1_epi8(static_cast<char>(kMaxMxfp8Scale)),
+                           _mm512_shuffle_epi8(scale, columns));
+  }
+  // The exponent saturates at zero, and then lies across both bytes, as if they were shifted right.
+  template <int kRows>
+  INLINE static void Widen(const Tables& t, const std::byte* line, Scale scale,
+                           __m512i (&words)[kWords]) {
+    __m512i v = _mm512_load_si512(line);
+    Keep(v);
+    constexpr int kFirstChooses = 0xca;  // a ? b : c
+    const __m512i mantissa = Lookup128(v, t.mantissa);
+    const __m512i exponent = _mm512_subs_epu8(Lookup128(v, t.exponent), scale);
+    const __m512i low = _mm512_ternarylogic_epi32(t.top_bit, _mm512_slli_epi16(exponent, 7),
+                                                  mantissa, kFirstChooses);
+    const __m512i high =
+        _mm512_ternarylogic_epi32(t.top_bit, v, _mm512_srli_epi16(exponent, 1), kFirstChooses);
     words[0] = _mm512_unpacklo_epi8(low, high);
     words[1] = _mm512_unpackhi_epi8(low, high);
   }
@@ -251,7 +312,7 @@ DOT_PRODUCT_TARGET KERNEL_NOINLINE void WideningTile(const TileArgs& args) {
       if constexpr (kWide) wide += Lines::kWords * kLineBytes;
     }
     if constexpr (kScaled) {
-      AddScaled<kRows, kPanels>(args, scales, args.from_zero && scales == args.scales, acc);
+      AddScaled<kRows, kPanels>(args, (scales - args.scales) / Lines::kScaleBytes, acc);
     }
     scales += Lines::kScaleBytes;
   }
@@ -314,6 +375,7 @@ void AddDotProductKernels(Kernels* kernels) {
   if (!__builtin_cpu_supports("avx512vbmi")) return;
   kernels->fp8_block_pairs = MakeQuantised<LinesFp8, true>(kFp8BlockK);
   kernels->fp8_pairs = MakeQuantised<LinesFp8, false>(256);
+  kernels->mxfp8_pairs = MakeQuantised<LinesMxfp8, false>(256);
 }
 
 bool DotProductHasContractOrder() {

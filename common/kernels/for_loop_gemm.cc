@@ -52,20 +52,21 @@ KERNEL_NOINLINE KERNEL_FMA void F32MatVec(const float* x, const float* weights, 
   }
 }
 
-// y[n] = chain[n] * scales[n].
-KERNEL_NOINLINE void ScaleRows(const float* scales, int64_t rows, float* y) {
-  for (int64_t n = 0; n < rows; ++n) y[n] *= scales[n];
+// y[n] = chain[n] * (scales[n] * x_scale).
+KERNEL_NOINLINE void ScaleRows(const float* scales, float x_scale, int64_t rows, float* y) {
+  for (int64_t n = 0; n < rows; ++n) y[n] *= scales[n] * x_scale;
 }
 
-// y[c] = fma(chain[c], scales[c * stride], y[c]).
+// y[c] = fma(chain[c], scales[c * stride] * x_scale, y[c]).
 KERNEL_NOINLINE KERNEL_FMA void AddScaled(const float* chain, const float* scales, int64_t stride,
-                                          int64_t chains, float* y) {
-  for (int64_t c = 0; c < chains; ++c) y[c] = std::fma(chain[c], scales[c * stride], y[c]);
+                                          float x_scale, int64_t chains, float* y) {
+  for (int64_t c = 0; c < chains; ++c)
+    y[c] = std::fma(chain[c], scales[c * stride] * x_scale, y[c]);
 }
 
 template <typename Weight>
 void BlockMatVec(const float* x, int64_t rows, int64_t columns, const Weight& weight,
-                 const float* scales, float* y) {
+                 const float* scales, const float* x_scales, float* y) {
   const int64_t blocks = ScalesPerRow(WeightFormat::kFp8Block128, columns);
   std::fill_n(y, rows, 0.0f);
   for (int64_t n = 0; n < rows; n += kChains) {
@@ -74,7 +75,8 @@ void BlockMatVec(const float* x, int64_t rows, int64_t columns, const Weight& we
       const int64_t begin = block * kFp8BlockK;
       float chain[kChains];
       PairChains(x, begin, std::min(columns, begin + kFp8BlockK), 4, n, chains, weight, chain);
-      AddScaled(chain, scales + n * blocks + block, blocks, chains, y + n);
+      AddScaled(chain, scales + n * blocks + block, blocks,
+                x_scales == nullptr ? 1.0f : x_scales[block], chains, y + n);
     }
   }
 }
@@ -87,7 +89,7 @@ std::array<float, 256> E4M3Values() {
 
 }  // namespace
 
-void ForLoopMatVec(const float* x, const WeightView& weights, float* y) {
+void ForLoopMatVec(const float* x, const WeightView& weights, float* y, const float* x_scales) {
   static const std::array<float, 256> kE4M3 = E4M3Values();
   const int64_t rows = weights.n();
   const int64_t columns = weights.k();
@@ -96,10 +98,12 @@ void ForLoopMatVec(const float* x, const WeightView& weights, float* y) {
   const auto e4m3 = [&](int64_t n, int64_t k) { return kE4M3[codes[n * columns + k]]; };
   switch (weights.format) {
     case WeightFormat::kFp8Block128:
-      return BlockMatVec(x, rows, columns, e4m3, static_cast<const float*>(weights.scales.data), y);
+      return BlockMatVec(x, rows, columns, e4m3, static_cast<const float*>(weights.scales.data),
+                         x_scales, y);
     case WeightFormat::kFp8Row:
       PairMatVec(x, rows, columns, 4, e4m3, y);
-      return ScaleRows(static_cast<const float*>(weights.scales.data), rows, y);
+      return ScaleRows(static_cast<const float*>(weights.scales.data),
+                       x_scales == nullptr ? 1.0f : *x_scales, rows, y);
     case WeightFormat::kMxfp4: {
       const auto* const scales = static_cast<const uint8_t*>(weights.scales.data);
       const int64_t blocks = ScalesPerRow(WeightFormat::kMxfp4, columns);
@@ -109,6 +113,14 @@ void ForLoopMatVec(const float* x, const WeightView& weights, float* y) {
         return FloatFromMxfp4(code, scales[n * blocks + k / kMxBlockK]);
       };
       return PairMatVec(x, rows, columns, 8, mxfp4, y);
+    }
+    case WeightFormat::kMxfp8: {
+      const auto* const scales = static_cast<const uint8_t*>(weights.scales.data);
+      const int64_t blocks = ScalesPerRow(WeightFormat::kMxfp8, columns);
+      const auto mxfp8 = [&](int64_t n, int64_t k) {
+        return FloatFromMxfp8(codes[n * columns + k], scales[n * blocks + k / kMxBlockK]);
+      };
+      return PairMatVec(x, rows, columns, 4, mxfp8, y);
     }
     case WeightFormat::kPlain:
       break;

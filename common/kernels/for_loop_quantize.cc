@@ -73,4 +73,14 @@ QuantizeCounts ForLoopQuantizeWeights(const QuantizeArgs& args) {
   return Quantize(args, WeightRowsPerScale(args.format));
 }
 
+void ForLoopDequantizeRow(QuantizedFormat format, const uint8_t* codes, const void* scales,
+                          int64_t k, float* values) {
+  const bool exponents = ScaleDType(format) == DType::kF8_E8M0;
+  for (int64_t i = 0; i < k; ++i) {
+    values[i] = exponents
+                    ? FloatFromMxfp8(codes[i], static_cast<const uint8_t*>(scales)[i / kMxBlockK])
+                    : FloatFromE4M3(codes[i]);
+  }
+}
+
 }  // namespace expertmesh

@@ -23,6 +23,8 @@ const TileKernels& TilesFor(const Kernels& kernels, WeightFormat format, DType w
       return pairs ? kernels.fp8_pairs : kernels.fp8;
     case WeightFormat::kMxfp4:
       return pairs ? kernels.mxfp4_pairs : kernels.mxfp4;
+    case WeightFormat::kMxfp8:
+      return pairs ? kernels.mxfp8_pairs : kernels.mxfp8;
     case WeightFormat::kPlain:
       break;
   }
@@ -96,6 +98,15 @@ void LoadWeighedGemmRow(Isa isa, DType activations, const void* row, int64_t k, 
   std::memset(to + bytes, 0, GemmRowBytes(row_dtype, k) - bytes);
 }
 
+void LoadQuantizedGemmRow(Isa isa, QuantizedFormat format, const uint8_t* codes, const void* scales,
+                          int64_t k, DType row_dtype, std::byte* to) {
+  const bool exponents = ScaleDType(format) == DType::kF8_E8M0;
+  const int64_t bytes = k * BytesOf(row_dtype);
+  KernelsOf(isa).widen_codes(codes, exponents ? static_cast<const uint8_t*>(scales) : nullptr, k,
+                             row_dtype, to);
+  std::memset(to + bytes, 0, GemmRowBytes(row_dtype, k) - bytes);
+}
+
 RowFormat GemmRowFormat(DType activations, DType row_dtype) {
   if (row_dtype == DType::kBF16) return RowFormat::kBF16;
   return activations == DType::kBF16 ? RowFormat::kF32OfBF16 : RowFormat::kF32;
@@ -135,7 +146,8 @@ void GroupedGemm::Run(Workspace& scratch, const std::function<bool()>& stop) {
     RunTiles(task, next < num_tasks_ ? TaskAt(next) : task, memory);
     auto* const c = reinterpret_cast<float*>(memory);
     if (args_.weights->format() == WeightFormat::kFp8Row) {
-      kernels_.scale_columns(task.weights, args_.weights->panel_bytes(), task.group->rows, c);
+      kernels_.scale_columns(task.weights, args_.weights->panel_bytes(),
+                             RowScales(task.group->first_row, 0), task.group->rows, c);
     }
     Store(task, c);
     number = next;
@@ -156,6 +168,7 @@ void GroupedGemm::RunTiles(const Task& task, const Task& next, std::byte* scratc
   tile.prefetch_bytes = panel_bytes;
   tile.x_stride = row_bytes_;
   tile.c_stride = rows * kPanelColumns;
+  tile.x_scales_stride = ScalesPerRow(weights.format(), weights.k());
   const std::byte* const x = args_.x + task.group->first_row * row_bytes_;
 
   if (rows <= single_pass_rows_) {
@@ -174,6 +187,7 @@ void GroupedGemm::RunTiles(const Task& task, const Task& next, std::byte* scratc
       if (end > 0) {
         tile.x = x;
         tile.scales = panel;
+        tile.x_scales = RowScales(task.group->first_row, 0);
         tile.weights = panel + head;
         tile.prefetch = tile.weights + ahead;
         tile.lines = end;
@@ -183,6 +197,7 @@ void GroupedGemm::RunTiles(const Task& task, const Task& next, std::byte* scratc
       FetchHeads(after, panels, panel_bytes, head);
       tile.x = x + end * line_of_x;
       tile.scales = panel + ScaleOffset(end);
+      tile.x_scales = RowScales(task.group->first_row, end);
       tile.weights = panel + head + end * kLineBytes;
       tile.prefetch = after + head;
       tile.lines = lines - end;
@@ -229,6 +244,7 @@ void GroupedGemm::RunTiles(const Task& task, const Task& next, std::byte* scratc
       const int64_t share = widening ? count : count * (t + 1) / num_tiles - fetched;
       tile.prefetch_every = share > 0 ? std::max<int64_t>(1, tile.lines / share) : -1;
       const int panels = tiles.panels[tile_rows];
+      tile.x_scales = RowScales(task.group->first_row + row, line);
       for (int p = 0; p < kBlockPanels; p += panels) {
         tile.x = x + row * row_bytes_ + line * line_of_x;
         tile.weights = source + p * tile.panel_bytes;
@@ -250,10 +266,19 @@ int64_t GroupedGemm::ScaleOffset(int64_t line) const {
     case WeightFormat::kFp8Block128:
       return k / kFp8BlockK * kPanelColumns * static_cast<int64_t>(sizeof(float));
     case WeightFormat::kMxfp4:
+    case WeightFormat::kMxfp8:
       return k / kMxBlockK * kPanelColumns;
     default:
       return 0;
   }
+}
+
+const float* GroupedGemm::RowScales(int64_t row, int64_t line) const {
+  if (args_.x_scales == nullptr) return nullptr;
+  const PackedWeights& weights = *args_.weights;
+  const float* const scales = args_.x_scales + row * ScalesPerRow(weights.format(), weights.k());
+  if (weights.format() == WeightFormat::kFp8Row) return scales;
+  return scales + line * weights.k_per_line() / kFp8BlockK;
 }
 
 void GroupedGemm::Store(const Task& task, float* c) const {

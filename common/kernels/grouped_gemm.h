@@ -13,6 +13,7 @@
 #include "common/kernels/memory.h"
 #include "common/kernels/packed_bias.h"
 #include "common/kernels/packed_weights.h"
+#include "common/quantized_format.h"
 
 namespace expertmesh {
 
@@ -60,6 +61,13 @@ void LoadGemmRow(Isa isa, DType activations, const void* row, int64_t k, DType r
 void LoadWeighedGemmRow(Isa isa, DType activations, const void* row, int64_t k, float weight,
                         DType row_dtype, std::byte* to);
 
+// The same of a quantised row of k codes. scales: what the row has of ScaleDType(format); exponents
+// are part of what is stored, which is FloatFromMxfp8, while scales of the fp8 formats are not
+// touched, and go to GroupedGemm::Args::x_scales. Exact. row_dtype: GemmRowDType(isa, F8_E4M3,
+// BF16), or F32.
+void LoadQuantizedGemmRow(Isa isa, QuantizedFormat format, const uint8_t* codes, const void* scales,
+                          int64_t k, DType row_dtype, std::byte* to);
+
 // How rows between two GEMMs are stored: rounded to BF16 where the activations are, and as
 // row_dtype.
 RowFormat GemmRowFormat(DType activations, DType row_dtype);
@@ -89,6 +97,9 @@ class GroupedGemm {
     int64_t y_stride;
     ActivationFunction activation = {};
     const PackedBias* bias = nullptr;  // added to the chains; null: none
+    // Scales of rows, by which those of the weights are multiplied, for weights of kFp8Row, [rows],
+    // and of kFp8Block128, [rows][ceil(K / 128)]. Null: none.
+    const float* x_scales = nullptr;
   };
 
   // What `args` refers to outlives the object.
@@ -116,6 +127,8 @@ class GroupedGemm {
   void RunTiles(const Task& task, const Task& next, std::byte* scratch) const;
   // Where the scales that apply from `line` on are in a panel.
   int64_t ScaleOffset(int64_t line) const;
+  // The same of a row of x; null where it has none.
+  const float* RowScales(int64_t row, int64_t line) const;
   void Store(const Task& task, float* c) const;
 
   const Args args_;

@@ -31,6 +31,7 @@ using Words = hn::Repartition<uint16_t, F>;
 using HalfWords = hn::Rebind<uint16_t, F>;
 using HalfFloats = hn::Rebind<hwy::float16_t, F>;
 using VF = hn::Vec<F>;
+using VI = hn::Vec<I>;
 using VU = hn::Vec<U>;
 using VBytes = hn::Vec<Bytes>;
 constexpr int kLanes = HWY_TARGET == HWY_AVX2 ? 8 : 16;
@@ -102,21 +103,38 @@ HWY_INLINE float* SumsOf(const TileArgs& args, int panel, int row, int vector) {
   return args.c + panel * args.c_stride + row * kPanelColumns + vector * kLanes;
 }
 
-// The chains of one block of k are done: c = fma(chain, scale, c), and the next ones begin.
-template <int kRows, int kPanels>
-HWY_INLINE void AddScaled(const TileArgs& args, const std::byte* scales, bool from_zero,
-                          VF (&acc)[kPanels][kRows][kVectors]) {
+// The chains of one block of k are done: c = fma(chain, scale, c), and the next ones begin. block:
+// counted from args.scales on.
+template <bool kRowScales, int kRows, int kPanels>
+HWY_INLINE void AddScaledBlock(const TileArgs& args, int64_t block,
+                               VF (&acc)[kPanels][kRows][kVectors]) {
+  const std::byte* const scales = args.scales + block * kFp8BlockScaleBytes;
+  const bool from_zero = args.from_zero && block == 0;
   UNROLL for (int p = 0; p < kPanels; ++p) {
     const auto* scale = reinterpret_cast<const float*>(scales + p * args.scale_bytes);
     UNROLL for (int v = 0; v < kVectors; ++v) {
-      const VF s = hn::Load(F(), scale + v * kLanes);
+      const VF of_weights = hn::Load(F(), scale + v * kLanes);
       UNROLL for (int r = 0; r < kRows; ++r) {
+        VF s = of_weights;
+        if constexpr (kRowScales) {
+          s = hn::Mul(s, hn::Set(F(), args.x_scales[r * args.x_scales_stride + block]));
+        }
         float* const c = SumsOf(args, p, r, v);
         const VF sum = from_zero ? hn::Zero(F()) : hn::Load(F(), c);
         hn::Store(hn::MulAdd(acc[p][r][v], s, sum), F(), c);
         acc[p][r][v] = hn::Zero(F());
       }
     }
+  }
+}
+
+template <int kRows, int kPanels>
+HWY_INLINE void AddScaled(const TileArgs& args, int64_t block,
+                          VF (&acc)[kPanels][kRows][kVectors]) {
+  if (args.x_scales == nullptr) {
+    AddScaledBlock<false, kRows, kPanels>(args, block, acc);
+  } else {
+    AddScaledBlock<true, kRows, kPanels>(args, block, acc);
   }
 }
 
@@ -192,7 +210,7 @@ HWY_NOINLINE void Tile(const TileArgs& args) {
     x += Lines::kSteps;
   }
   if constexpr (kScaled) {
-    AddScaled<kRows, kPanels>(args, args.scales, args.from_zero, acc);
+    AddScaled<kRows, kPanels>(args, /*block=*/0, acc);
   } else {
     StoreSums<kRows, kPanels>(args, acc);
   }
@@ -208,29 +226,50 @@ HWY_INLINE VBytes HighNibbles(VBytes v) {
                  hn::Set(Bytes(), 0x0f));
 }
 
+// The BF16 pairs of one vector of e4m3 codes; the tables of the high bytes say what 1 becomes.
+HWY_INLINE void WidenE4M3(const std::byte* line, int vector, const uint8_t* high_table,
+                          const uint8_t* high_fix, VU (&words)[2]) {
+  const Bytes bytes;
+  const VBytes v =
+      hn::Load(bytes, reinterpret_cast<const uint8_t*>(line) + vector * kLanes * sizeof(float));
+  const VBytes magnitude = hn::And(v, hn::Set(bytes, 0x7f));
+  // Lookups use the lowest four bits of an index. Bit 7, which makes the other ones give zero, is
+  // set unless the magnitude is below 16.
+  const VBytes fix = hn::Add(magnitude, hn::Set(bytes, 0x70));
+  const VBytes low = hn::Xor(hn::TableLookupBytes(TableOf16(kWidenTables.low), magnitude),
+                             hn::TableLookupBytesOr0(TableOf16(kWidenTables.low_fix), fix));
+  const VBytes high = hn::Xor(hn::TableLookupBytes(TableOf16(high_table), HighNibbles(v)),
+                              hn::TableLookupBytesOr0(TableOf16(high_fix), fix));
+  words[0] = hn::BitCast(U(), hn::InterleaveLower(bytes, low, high));
+  words[1] = hn::BitCast(U(), hn::InterleaveUpper(bytes, low, high));
+}
+
+// What Lowered() takes of the e8m0 exponents of a vector's columns: how far they are below `most`,
+// in the place of BF16's exponent, for both halves of a word.
+HWY_INLINE VU ExponentsBelow(uint32_t most, const std::byte* scales, int vector) {
+  const auto* bytes = reinterpret_cast<const uint8_t*>(scales) + vector * kLanes;
+  const VU scale = hn::PromoteTo(U(), hn::Load(hn::Rebind<uint8_t, U>(), bytes));
+  const VU below = hn::ShiftLeft<7>(hn::Sub(hn::Set(U(), most), scale));
+  return hn::Or(below, hn::ShiftLeft<16>(below));
+}
+
+// Pairs with lower exponents; saturates at zero where the result would be denormal.
+HWY_INLINE VU Lowered(VU words, VU below) {
+  const Words halves;
+  return hn::BitCast(U(), hn::SaturatedSub(hn::BitCast(halves, words), hn::BitCast(halves, below)));
+}
+
 // The formats of a quantised line. kWords: words of BF16 pairs that a word of it becomes; Widen:
 // the words of one vector of the line; Scale: what that takes, for kScaleLines lines.
 struct LinesFp8 {
   static constexpr int kWords = 2;
   static constexpr int64_t kScaleLines = kFp8BlockK / 4;
-  static constexpr int64_t kScaleBytes = kPanelColumns * sizeof(float);
+  static constexpr int64_t kScaleBytes = kFp8BlockScaleBytes;
   struct Scale {};
   static HWY_INLINE Scale LoadScale(const std::byte* /*scales*/, int /*vector*/) { return {}; }
   static HWY_INLINE void Widen(const std::byte* line, int vector, Scale /*scale*/,
                                VU (&words)[kWords]) {
-    const Bytes bytes;
-    const VBytes v =
-        hn::Load(bytes, reinterpret_cast<const uint8_t*>(line) + vector * kLanes * sizeof(float));
-    const VBytes magnitude = hn::And(v, hn::Set(bytes, 0x7f));
-    // Lookups use the lowest four bits of an index. Bit 7, which makes the other ones give zero, is
-    // set unless the magnitude is below 16.
-    const VBytes fix = hn::Add(magnitude, hn::Set(bytes, 0x70));
-    const VBytes low = hn::Xor(hn::TableLookupBytes(TableOf16(kWidenTables.low), magnitude),
-                               hn::TableLookupBytesOr0(TableOf16(kWidenTables.low_fix), fix));
-    const VBytes high = hn::Xor(hn::TableLookupBytes(TableOf16(kWidenTables.high), HighNibbles(v)),
-                                hn::TableLookupBytesOr0(TableOf16(kWidenTables.high_fix), fix));
-    words[0] = hn::BitCast(U(), hn::InterleaveLower(bytes, low, high));
-    words[1] = hn::BitCast(U(), hn::InterleaveUpper(bytes, low, high));
+    WidenE4M3(line, vector, kWidenTables.high, kWidenTables.high_fix, words);
   }
 };
 struct LinesMxfp4 {
@@ -238,13 +277,8 @@ struct LinesMxfp4 {
   static constexpr int64_t kScaleLines = kMxBlockK / 8;
   static constexpr int64_t kScaleBytes = kPanelColumns;
   using Scale = VU;
-  // What is to be subtracted from both halves of a word, whose exponent is too large by 252 -
-  // scale.
   static HWY_INLINE Scale LoadScale(const std::byte* scales, int vector) {
-    const auto* bytes = reinterpret_cast<const uint8_t*>(scales) + vector * kLanes;
-    const VU scale = hn::PromoteTo(U(), hn::Load(hn::Rebind<uint8_t, U>(), bytes));
-    const VU shift = hn::ShiftLeft<7>(hn::Sub(hn::Set(U(), kMaxMxfp4Scale), scale));
-    return hn::Or(shift, hn::ShiftLeft<16>(shift));
+    return ExponentsBelow(kMaxMxfp4Scale, scales, vector);
   }
   static HWY_INLINE void Widen(const std::byte* line, int vector, Scale scale,
                                VU (&words)[kWords]) {
@@ -255,15 +289,26 @@ struct LinesMxfp4 {
     UNROLL for (int i = 0; i < 2; ++i) {
       const VBytes low = hn::TableLookupBytes(TableOf16(kWidenTables.e2m1_low), nibbles[i]);
       const VBytes high = hn::TableLookupBytes(TableOf16(kWidenTables.e2m1_high), nibbles[i]);
-      words[2 * i] = Scaled(hn::InterleaveLower(bytes, low, high), scale);
-      words[2 * i + 1] = Scaled(hn::InterleaveUpper(bytes, low, high), scale);
+      words[2 * i] = Lowered(hn::BitCast(U(), hn::InterleaveLower(bytes, low, high)), scale);
+      words[2 * i + 1] = Lowered(hn::BitCast(U(), hn::InterleaveUpper(bytes, low, high)), scale);
     }
   }
-  // Saturates at zero where the result would be denormal.
-  static HWY_INLINE VU Scaled(VBytes word, VU scale) {
-    const Words halves;
-    return hn::BitCast(U(),
-                       hn::SaturatedSub(hn::BitCast(halves, word), hn::BitCast(halves, scale)));
+};
+struct LinesMxfp8 {
+  static constexpr int kWords = 2;
+  static constexpr int64_t kScaleLines = kMxBlockK / 4;
+  static constexpr int64_t kScaleBytes = kPanelColumns;
+  using Scale = VU;
+  static HWY_INLINE Scale LoadScale(const std::byte* scales, int vector) {
+    return ExponentsBelow(kMaxMxfp8Scale, scales, vector);
+  }
+  static HWY_INLINE void Widen(const std::byte* line, int vector, Scale scale,
+                               VU (&words)[kWords]) {
+    WidenE4M3(line, vector, kWidenTables.mxfp8_high, kWidenTables.mxfp8_high_fix, words);
+    const VU signs = hn::Set(U(), 0x80008000u);
+    UNROLL for (int i = 0; i < kWords; ++i) {
+      words[i] = hn::OrAnd(Lowered(hn::AndNot(signs, words[i]), scale), words[i], signs);
+    }
   }
 };
 
@@ -323,7 +368,7 @@ HWY_NOINLINE void WideningTile(const TileArgs& args) {
       x += 2 * Lines::kWords;
     }
     if constexpr (kScaled) {
-      AddScaled<kRows, kPanels>(args, scales, args.from_zero && scales == args.scales, acc);
+      AddScaled<kRows, kPanels>(args, (scales - args.scales) / Lines::kScaleBytes, acc);
     }
     scales += Lines::kScaleBytes;
   }
@@ -567,6 +612,44 @@ void Widen(DType dtype, const void* from, int64_t n, float* to) {
   for (; i < n; ++i) to[i] = LoadFloat(dtype, from, i);
 }
 
+// The values of a vector of e4m3 codes times 2^120, whose magnitudes are lowered by `below` in the
+// place of the exponent; what is below 2^-126 then is zero.
+HWY_INLINE VU WidenCodes(const uint8_t* codes, uint32_t below) {
+  const I i32;
+  const VI code = hn::PromoteTo(i32, hn::LoadU(hn::Rebind<uint8_t, F>(), codes));
+  const VI magnitude = hn::And(code, hn::Set(i32, 0x7f));
+  // Codes below 8 are multiples of 2^-9, and 0 is what is lowered most.
+  const VI normal = hn::Add(hn::ShiftLeft<20>(magnitude), hn::Set(i32, (120 + 120) << 23));
+  const VF multiple = hn::Mul(hn::ConvertTo(F(), magnitude), hn::Set(F(), 0x1p111f));
+  const VI wide =
+      hn::IfThenElse(hn::Lt(magnitude, hn::Set(i32, 8)), hn::BitCast(i32, multiple), normal);
+  const VI lowered = hn::Sub(wide, hn::Set(i32, static_cast<int32_t>(below)));
+  const VI flushed = hn::IfThenElseZero(hn::Gt(lowered, hn::Set(i32, 0x007fffff)), lowered);
+  return hn::BitCast(U(), hn::Or(flushed, hn::ShiftLeft<24>(hn::Sub(code, magnitude))));
+}
+
+HWY_NOINLINE void WidenCodeRow(const uint8_t* codes, const uint8_t* exponents, int64_t n,
+                               DType dtype, void* to) {
+  for (int64_t begin = 0; begin < n; begin += kMxBlockK) {
+    const int64_t end = begin + kMxBlockK < n ? begin + kMxBlockK : n;
+    const uint32_t exponent = exponents == nullptr ? 127 : exponents[begin / kMxBlockK];
+    const uint32_t below = (kMaxMxfp8Scale - exponent) << 23;
+    int64_t i = begin;
+    for (; i + kLanes <= end; i += kLanes) {
+      const VU bits = WidenCodes(codes + i, below);
+      if (dtype == DType::kBF16) {
+        hn::StoreU(hn::DemoteTo(HalfWords(), hn::BitCast(I(), hn::ShiftRight<16>(bits))),
+                   HalfWords(), static_cast<uint16_t*>(to) + i);
+      } else {
+        hn::StoreU(bits, U(), static_cast<uint32_t*>(to) + i);
+      }
+    }
+    for (; i < end; ++i) {
+      StoreFloat(dtype, to, i, FloatFromMxfp8(codes[i], static_cast<uint8_t>(exponent)));
+    }
+  }
+}
+
 HWY_NOINLINE void Weigh(DType dtype, const void* from, int64_t n, float weight, RowFormat format,
                         void* to) {
   int64_t i = 0;
@@ -724,14 +807,16 @@ HWY_NOINLINE void Combine(const CombineRows& token, DType out_dtype, int64_t n, 
   }
 }
 
-HWY_NOINLINE void ScaleColumns(const std::byte* scales, int64_t scale_bytes, int64_t rows,
-                               float* c) {
+HWY_NOINLINE void ScaleColumns(const std::byte* scales, int64_t scale_bytes, const float* x_scales,
+                               int64_t rows, float* c) {
   for (int p = 0; p < kBlockPanels; ++p) {
     const auto* scale = reinterpret_cast<const float*>(scales + p * scale_bytes);
     for (int64_t r = 0; r < rows; ++r) {
       float* const sums = c + (p * rows + r) * kPanelColumns;
+      const VF x_scale = hn::Set(F(), x_scales == nullptr ? 1.0f : x_scales[r]);
       for (int v = 0; v < kPanelColumns; v += kLanes) {
-        hn::Store(hn::Mul(hn::Load(F(), sums + v), hn::Load(F(), scale + v)), F(), sums + v);
+        const VF s = hn::Mul(hn::Load(F(), scale + v), x_scale);
+        hn::Store(hn::Mul(hn::Load(F(), sums + v), s), F(), sums + v);
       }
     }
   }
@@ -887,9 +972,11 @@ Kernels MakeKernels() {
   kernels.fp8_block = MakeQuantised<LinesFp8, true>(kFp8BlockK);
   kernels.fp8 = MakeQuantised<LinesFp8, false>(256);
   kernels.mxfp4 = MakeQuantised<LinesMxfp4, false>(256);
+  kernels.mxfp8 = MakeQuantised<LinesMxfp8, false>(256);
   kernels.scale_columns = ScaleColumns;
   kernels.pack_lines = PackLines;
   kernels.widen = Widen;
+  kernels.widen_codes = WidenCodeRow;
   kernels.weigh = Weigh;
   kernels.add_bias = AddBias;
   kernels.activate = ActivateAny;

@@ -33,6 +33,8 @@ constexpr int64_t KPerLine(WeightFormat format, DType dtype) {
   if (format != WeightFormat::kPlain) return 4;
   return dtype == DType::kF32 ? 1 : 2;
 }
+// From the scales of a block of kFp8Block128 to the next, in the head of a panel.
+constexpr int64_t kFp8BlockScaleBytes = kPanelColumns * sizeof(float);
 // Rows of a tile: of what one kernel call computes.
 constexpr int kMaxTileRows = 6;
 
@@ -51,6 +53,10 @@ struct TileArgs {
   // the next.
   const std::byte* scales = nullptr;
   int64_t scale_bytes = 0;
+  // kFp8Block128: scales of the first row, from the first line's block on, by which those of the
+  // weights are multiplied; x_scales_stride from a row to the next. Null: none.
+  const float* x_scales = nullptr;
+  int64_t x_scales_stride = 0;
   // Where tiles that widen for others store BF16 lines; wide_bytes from a panel to the next.
   std::byte* wide = nullptr;
   int64_t wide_bytes = 0;
@@ -113,14 +119,18 @@ struct Kernels {
   TileKernels fp8_block;  // kFp8Block128, fp32 rows
   TileKernels fp8;        // the chains of kFp8Row, fp32 rows
   TileKernels mxfp4;      // kMxfp4, fp32 rows
+  TileKernels mxfp8;      // kMxfp8, fp32 rows
   // The same for bf16 rows; empty where there are no such instructions.
   TileKernels bf16_pairs;
   TileKernels fp8_block_pairs;
   TileKernels fp8_pairs;
   TileKernels mxfp4_pairs;
+  TileKernels mxfp8_pairs;
 
-  // c[p][r] *= scales of panel p, fp32 [16] each, scale_bytes apart. c: [4][rows][16].
-  void (*scale_columns)(const std::byte* scales, int64_t scale_bytes, int64_t rows, float* c);
+  // c[p][r] *= scales of panel p, fp32 [16] each, scale_bytes apart, times x_scales[r] (null: 1).
+  // c: [4][rows][16].
+  void (*scale_columns)(const std::byte* scales, int64_t scale_bytes, const float* x_scales,
+                        int64_t rows, float* c);
 
   // Lays out `rows` (1 to 16) rows of row_bytes each, one after the other, as the lines of a panel,
   // zeros behind the rows' ends; of columns that do not exist nothing is read, and zeros are
@@ -130,6 +140,11 @@ struct Kernels {
 
   // Widens n elements of F32, BF16 or F16.
   void (*widen)(DType dtype, const void* from, int64_t n, float* to);
+
+  // The e4m3 values of n codes as F32 or BF16, exact; with exponents (e8m0, one for kMxBlockK
+  // codes; null: none) FloatFromMxfp8 of both. With denormals flushed or not.
+  void (*widen_codes)(const uint8_t* codes, const uint8_t* exponents, int64_t n, DType dtype,
+                      void* to);
 
   // to = weight * from for n elements of F32, BF16 or F16, rounded once to `format`.
   void (*weigh)(DType dtype, const void* from, int64_t n, float weight, RowFormat format, void* to);

@@ -51,4 +51,8 @@ std::byte* Workspace::Get(size_t bytes) {
   return memory_.get();
 }
 
+void Workspace::Fill(std::byte value) {
+  if (capacity_ > 0) std::memset(memory_.get(), static_cast<int>(value), capacity_);
+}
+
 }  // namespace expertmesh

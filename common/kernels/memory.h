@@ -16,6 +16,8 @@ class Workspace {
  public:
   // At least `bytes`, aligned to a cache line; what was there before is lost when it has to grow.
   std::byte* Get(size_t bytes);
+  // All that is there; for tests.
+  void Fill(std::byte value);
 
  private:
   std::shared_ptr<std::byte> memory_;

@@ -17,13 +17,15 @@ namespace expertmesh {
 //   BF16           [16 columns][2 k]
 //   F16            [2 k][16 columns]
 //   kFp8Block128,  [4 groups][2 pairs][4 columns][2 k], so that the low and the high bytes of their
-//   kFp8Row        BF16 interleave to BF16 lines
+//   kFp8Row,       BF16 interleave to BF16 lines
+//   kMxfp8
 //   kMxfp4         the same of the codes of k 0-3 in the low nibbles and of k 4-7 in the high ones;
 //                  codes of +-0.5 at scale 0 are cleared
 // and the heads, which take whole lines:
 //   kFp8Block128   fp32 [ceil(K / 128)][16 columns]
 //   kFp8Row        fp32 [16 columns]
-//   kMxfp4         e8m0 [ceil(K / 32)][16 columns]
+//   kMxfp4,        e8m0 [ceil(K / 32)][16 columns]
+//   kMxfp8
 // K is padded with zeros to a whole line, N to blocks of 4 panels. Pack from one thread a matrix;
 // reading is thread-safe.
 class PackedWeights {
@@ -44,7 +46,7 @@ class PackedWeights {
                 Columns columns = Columns::kPlain);
 
   // Stores matrix `index`; weights: [N, K] of format() and dtype(). NaN codes and scales above
-  // kMaxMxfp4Scale have been refused before.
+  // kMaxMxfp4Scale and kMaxMxfp8Scale have been refused before.
   void Pack(int64_t index, const WeightView& weights);
 
   WeightFormat format() const { return format_; }

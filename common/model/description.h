@@ -3,10 +3,12 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "common/dtype.h"
+#include "common/quantized_format.h"
 #include "common/weight_format.h"
 
 namespace expertmesh {
@@ -116,6 +118,9 @@ struct ExpertDescriptor {
   WeightFormat weight_format = WeightFormat::kPlain;
   ScaleLayout scale_layout = ScaleLayout::kNone;
   DType scale_dtype = DType::kF32;  // as stored, of the layer's first matrix
+  // What rows are quantised to before either projection, and what the weights are in then. None:
+  // the experts compute natively, on rows of the request's dtype.
+  std::optional<QuantizedFormat> row_format = {};
 };
 
 // Bytes of one expert's weights as Checkpoint::ReadExpert gives them: scales repeated for every
@@ -153,9 +158,15 @@ struct LayerDescription {
   ExpertDescriptor experts;  // the routed ones; of a dense layer only hidden_size counts
   SharedExperts shared = {};
   InputNorm expert_input_norm = {};  // of what the experts see
+  // The positions of every expert's group are padded to a multiple of this; 1: never.
+  int64_t pad_multiple = 1;
 
   // How many experts servers hold: ids [0, E) are the routed ones, the rest the shared ones.
   int32_t num_held() const { return router.num_experts + shared.count; }
+  // That of all its experts.
+  const std::optional<QuantizedFormat>& row_format() const {
+    return (router.num_experts > 0 ? experts : shared.experts).row_format;
+  }
 };
 
 // All that is served of a checkpoint.

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <memory>
+#include <optional>
 
 #include "absl/strings/escaping.h"
 #include "common/status.h"
@@ -38,6 +39,14 @@ class Sha256 {
   std::unique_ptr<EVP_MD_CTX, decltype(&EVP_MD_CTX_free)> context_;
 };
 
+void AddFormats(const ModelDescription& model, Sha256* hash) {
+  for (const LayerDescription& layer : model.layers) {
+    const std::optional<QuantizedFormat>& format = layer.experts.row_format;
+    hash->Add(absl::StrCat("layer ", layer.layer, ": format ", format ? NameOf(*format) : "native",
+                           ", pad multiple ", layer.pad_multiple));
+  }
+}
+
 }  // namespace
 
 absl::StatusOr<std::string> Fingerprint(const std::string& canonical_config, const Shards& shards,
@@ -56,9 +65,14 @@ absl::StatusOr<std::string> Fingerprint(const std::string& canonical_config, con
     hash.Add(ShapeToString(location.info->shape));
     hash.Add(sample);
   }
-  for (const LayerDescription& layer : model.layers) {
-    hash.Add(absl::StrCat("layer ", layer.layer, ": format native, pad multiple 1"));
-  }
+  AddFormats(model, &hash);
+  return hash.Hex();
+}
+
+std::string FingerprintIn(const std::string& fingerprint, const ModelDescription& model) {
+  Sha256 hash;
+  hash.Add(fingerprint);
+  AddFormats(model, &hash);
   return hash.Hex();
 }
 

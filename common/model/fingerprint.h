@@ -15,4 +15,8 @@ namespace expertmesh {
 absl::StatusOr<std::string> Fingerprint(const std::string& canonical_config, const Shards& shards,
                                         const ModelDescription& model);
 
+// The same of a checkpoint with that fingerprint and the number formats and pad multiples of
+// `model`.
+std::string FingerprintIn(const std::string& fingerprint, const ModelDescription& model);
+
 }  // namespace expertmesh

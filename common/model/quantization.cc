@@ -236,6 +236,7 @@ std::vector<std::vector<int64_t>> ScaleShapes(WeightFormat format, int64_t n, in
     case WeightFormat::kMxfp4:
       endings = {{n, k / kMxBlockK}};
       break;
+    case WeightFormat::kMxfp8:  // in no file
     case WeightFormat::kPlain:
       break;
   }
@@ -253,6 +254,7 @@ ScaleLayout LayoutOfScales(WeightFormat format, const std::vector<int64_t>& shap
     case WeightFormat::kFp8Row:
       return NumElements(shape) == experts ? ScaleLayout::kMatrix : ScaleLayout::kRow;
     case WeightFormat::kMxfp4:
+    case WeightFormat::kMxfp8:
       return ScaleLayout::kGroup32;
     case WeightFormat::kPlain:
       break;

@@ -126,6 +126,10 @@ v1::DataType ToProto(DType dtype) {
       return v1::DATA_TYPE_I32;
     case DType::kI64:
       return v1::DATA_TYPE_I64;
+    case DType::kF8_E4M3:
+      return v1::DATA_TYPE_F8_E4M3;
+    case DType::kF8_E8M0:
+      return v1::DATA_TYPE_F8_E8M0;
     default:
       return v1::DATA_TYPE_UNSPECIFIED;
   }
@@ -143,10 +147,14 @@ absl::StatusOr<DType> FromProto(v1::DataType dtype, const std::string& field) {
       return DType::kI32;
     case v1::DATA_TYPE_I64:
       return DType::kI64;
+    case v1::DATA_TYPE_F8_E4M3:
+      return DType::kF8_E4M3;
+    case v1::DATA_TYPE_F8_E8M0:
+      return DType::kF8_E8M0;
     default:
-      return absl::InvalidArgumentError(
-          absl::StrCat(field, ".dtype: expected one of F32, BF16, F16, I32, I64, got ",
-                       static_cast<int>(dtype)));
+      return absl::InvalidArgumentError(absl::StrCat(
+          field, ".dtype: expected one of F32, BF16, F16, I32, I64, F8_E4M3, F8_E8M0, got ",
+          static_cast<int>(dtype)));
   }
 }
 

@@ -23,7 +23,8 @@ namespace expertmesh {
 // ...).
 inline constexpr int kTensorField = 15;
 
-// Dtypes that travel. The conversion to the wire's enum is defined for F32, BF16, F16, I32 and I64.
+// Dtypes that travel: F32, BF16, F16, I32, I64, F8_E4M3 and F8_E8M0. The conversion to the wire's
+// enum is defined for these.
 v1::DataType ToProto(DType dtype);
 absl::StatusOr<DType> FromProto(v1::DataType dtype, const std::string& field);
 

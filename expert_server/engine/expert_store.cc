@@ -64,7 +64,8 @@ absl::StatusOr<ExpertStore::Layer> ExpertStore::LoadLayer(
   const int32_t num_experts = description.router.num_experts;
   Layer layer;
   layer.hidden_size = description.experts.hidden_size;
-  layer.weigh_input = description.router.weigh_input;
+  layer.row_format = description.row_format();
+  layer.weigh_input = description.router.weigh_input && !layer.row_format;
   layer.local_of_expert.assign(description.num_held(), -1);
   layer.num_routed = static_cast<int32_t>(
       std::count_if(expert_ids.begin(), expert_ids.end(),
@@ -131,12 +132,10 @@ int64_t ExpertStore::bytes() const {
   return bytes;
 }
 
-absl::StatusOr<Tensor> ExpertStore::Forward(int32_t layer_index,
-                                            absl::Span<const int32_t> expert_ids,
-                                            absl::Span<const int64_t> m_sizes,
-                                            absl::Span<const int32_t> gather,
-                                            absl::Span<const float> input_weights,
-                                            const Tensor& rows, std::function<bool()> stop) const {
+absl::StatusOr<Tensor> ExpertStore::Forward(
+    int32_t layer_index, absl::Span<const int32_t> expert_ids, absl::Span<const int64_t> m_sizes,
+    absl::Span<const int32_t> gather, absl::Span<const float> input_weights,
+    const ExpertRows& given, std::function<bool()> stop) const {
   const auto found = layers_.find(layer_index);
   if (found == layers_.end()) {
     return absl::NotFoundError(absl::StrCat("layer: this server has no layer ", layer_index));
@@ -158,12 +157,25 @@ absl::StatusOr<Tensor> ExpertStore::Forward(int32_t layer_index,
                                                    " entries for layer ", layer_index, ", got ",
                                                    input_weights.size()));
   }
-  RETURN_IF_ERROR(ValidateBatch({rows, local, m_sizes, gather}, layer.hidden_size,
-                                static_cast<int64_t>(held_.at(layer_index).size())));
+  RETURN_IF_ERROR(ValidateRows(given));
+  const bool quantized_to_travel = given.format == QuantizedFormat::kFp8Block128;
+  if (given.format != layer.row_format && (layer.row_format || !quantized_to_travel)) {
+    const auto name = [](const std::optional<QuantizedFormat>& format) {
+      return format ? NameOf(*format) : "native";
+    };
+    return absl::InvalidArgumentError(absl::StrCat("row_format: expected ", name(layer.row_format),
+                                                   " for layer ", layer_index, ", got ",
+                                                   name(given.format)));
+  }
+  ExpertBatch whole = {given.values, local, m_sizes, gather};
+  whole.row_format = given.format;
+  RETURN_IF_ERROR(
+      ValidateBatch(whole, layer.hidden_size, static_cast<int64_t>(held_.at(layer_index).size())));
+  const ExpertRows rows = given.format == layer.row_format ? given : DequantizeRows(given);
   const auto num_pairs = [](absl::Span<const int32_t> positions) {
     return std::count_if(positions.begin(), positions.end(), [](int32_t row) { return row >= 0; });
   };
-  const DType reply = ReplyDType(rows.dtype());
+  const DType reply = ReplyDType(rows.dtype);
   Tensor output(reply, {num_pairs(gather), layer.hidden_size});
   std::byte* to = output.data();
   int64_t gather_ns = 0;
@@ -178,13 +190,16 @@ absl::StatusOr<Tensor> ExpertStore::Forward(int32_t layer_index,
       if (shared) local[end] -= layer.num_routed;
     }
     const ExpertBatch batch = {
-        rows,
+        rows.values,
         absl::MakeConstSpan(local).subspan(begin, end - begin),
         m_sizes.subspan(begin, end - begin),
         gather.subspan(position, positions),
         layer.weigh_input ? input_weights.subspan(position, positions) : absl::Span<const float>(),
         stop,
-        &gather_ns};
+        &gather_ns,
+        rows.format,
+        rows.scales,
+        rows.dtype};
     RETURN_IF_ERROR((shared ? layer.shared : layer.routed)->Forward(batch, to));
     to += num_pairs(batch.gather) * layer.hidden_size * expertmesh::BytesOf(reply);
     position += positions;

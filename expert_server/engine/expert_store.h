@@ -6,11 +6,13 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "common/expert_rows.h"
 #include "common/model/checkpoint.h"
 #include "common/tensor.h"
 #include "expert_server/engine/engine.h"
@@ -52,13 +54,15 @@ class ExpertStore {
       const std::function<void(const LoadProgress&)>& progress);
 
   // Computes the rows [P without padding, D] of one slice; expert_ids are global; input_weights:
-  // [P] for layers that weigh the experts' input, else empty. NOT_FOUND for an expert that is not
+  // [P] for layers that weigh the experts' input and compute natively, else empty; rows: in the
+  // format that the layer's experts compute in, or as kFp8Block128 for those that compute natively,
+  // which read what they stand for. NOT_FOUND for an expert that is not
   // here; CANCELLED once `stop` (asked every few positions) says so; INVALID_ARGUMENT naming the
   // field when the slice does not fit together.
   absl::StatusOr<Tensor> Forward(
       int32_t layer, absl::Span<const int32_t> expert_ids, absl::Span<const int64_t> m_sizes,
-      absl::Span<const int32_t> gather, absl::Span<const float> input_weights, const Tensor& rows,
-      std::function<bool()> stop = [] { return false; }) const;
+      absl::Span<const int32_t> gather, absl::Span<const float> input_weights,
+      const ExpertRows& rows, std::function<bool()> stop = [] { return false; }) const;
 
   const Held& held() const { return held_; }
   // Of memory that the weights take.
@@ -69,11 +73,12 @@ class ExpertStore {
  private:
   struct Layer {
     int64_t hidden_size = 0;
-    bool weigh_input = false;
-    std::vector<int32_t> local_of_expert;  // by id: place among those held, or -1
-    int32_t num_routed = 0;                // of those held
-    std::unique_ptr<Experts> routed;       // null if none is held
-    std::unique_ptr<Experts> shared;       // the same
+    bool weigh_input = false;                   // here: natively
+    std::optional<QuantizedFormat> row_format;  // of all experts
+    std::vector<int32_t> local_of_expert;       // by id: place among those held, or -1
+    int32_t num_routed = 0;                     // of those held
+    std::unique_ptr<Experts> routed;            // null if none is held
+    std::unique_ptr<Experts> shared;            // the same
   };
 
   static absl::StatusOr<Layer> LoadLayer(const Checkpoint& checkpoint,

@@ -10,7 +10,7 @@ namespace expertmesh {
 
 absl::Status ValidateBatch(const ExpertBatch& batch, int64_t hidden_size,
                            int64_t num_local_experts) {
-  if (!IsActivationDType(batch.rows.dtype)) {
+  if (!batch.row_format && !IsActivationDType(batch.rows.dtype)) {
     return absl::InvalidArgumentError(
         absl::StrCat("rows.dtype: expected F32, BF16 or F16, got ", NameOf(batch.rows.dtype)));
   }

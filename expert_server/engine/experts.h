@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -18,17 +19,26 @@ namespace expertmesh {
 
 // Input of one forward pass. P positions = sum of m_sizes, R rows.
 struct ExpertBatch {
-  TensorView rows;                    // [R, D] F32, BF16 or F16
+  TensorView rows;                    // [R, D] F32, BF16 or F16; codes where there is a row_format
   absl::Span<const int32_t> experts;  // local index of each group's expert
   absl::Span<const int64_t> m_sizes;  // positions of each group, padding included
   absl::Span<const int32_t> gather;   // [P]: row of each position; -1 is padding and skipped
-  // [P] or empty: the expert of a position reads round(weight * row), rounded as h is.
+  // [P] or empty: the expert of a position reads round(weight * row), rounded as h is. Empty where
+  // there is a row_format: the weights are in the rows.
   absl::Span<const float> input_weights = {};
   // Asked every few positions; once true the computation is given up.
   std::function<bool()> stop = [] { return false; };
   // If set, the nanoseconds that Forward takes to bring rows to where they are computed are added
   // here by those implementations that do so.
   int64_t* gather_ns = nullptr;
+  // The descriptor's row_format, and then: the scales of the rows, as ExpertRows has them, and the
+  // dtype that they were quantised from.
+  std::optional<QuantizedFormat> row_format = {};
+  TensorView row_scales = {};
+  DType quantized_from = DType::kF32;
+
+  // A, the dtype of the request.
+  DType dtype() const { return row_format ? quantized_from : rows.dtype; }
 };
 
 // SetWeights() for every expert, Prepare() once, then Forward() from any number of threads at once.
@@ -48,7 +58,9 @@ class Experts {
   virtual int64_t bytes() const = 0;
 
   // y = down(activation(gate(x), up(x))) for every position that is not padding, in their order:
-  // writes [P without padding, D] unweighted rows of ReplyDType to `output`. The batch has passed
+  // writes [P without padding, D] unweighted rows of ReplyDType to `output`. With a row_format the
+  // activations are quantised, too, row by row, once they are rounded to the dtype of the request
+  // (not at all to F16, which is computed as F32). The batch has passed
   // ValidateBatch. FAILED_PRECONDITION before Prepare; CANCELLED when batch.stop said so.
   virtual absl::Status Forward(const ExpertBatch& batch, void* output) const = 0;
 };

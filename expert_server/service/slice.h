@@ -6,6 +6,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "common/dtype.h"
 #include "common/tensor.h"
 #include "expert_server/engine/expert_store.h"
 #include "expertmesh/v1/expert.pb.h"
@@ -15,9 +16,12 @@ namespace expertmesh {
 // A slice as it came in.
 struct Slice {
   v1::DispatchRequest header;
-  Tensor rows;  // [R, D] if the sender is right
+  Tensor rows;  // [R, D] if the sender is right; codes where the header has a row_format
   absl::Time deadline = absl::InfiniteFuture();
 };
+
+// Dtype of the answer's rows.
+DType ReplyDTypeOf(const Slice& slice);
 
 // The rows of the answer, [P without padding, D]. Believes nothing that the slice says; `stop` is
 // asked every few positions. RESOURCE_EXHAUSTED if the answer would be longer than

@@ -57,12 +57,12 @@ absl::Status Validate(const BatchingOptions& options) {
 }
 
 Batcher::Batcher(const LayerDescription& layer, std::shared_ptr<Membership> membership,
-                 const BatchingOptions& options, Isa isa, Executor* executor, AlarmClock* clock,
-                 std::shared_ptr<RoundCounters> counters)
+                 const BatchingOptions& options, const DispatchOptions& dispatch,
+                 Executor* executor, AlarmClock* clock, std::shared_ptr<RoundCounters> counters)
     : layer_(layer),
       membership_(std::move(membership)),
       options_(options),
-      isa_(isa),
+      dispatch_(dispatch),
       executor_(executor),
       clock_(clock),
       counters_(std::move(counters)),
@@ -385,7 +385,7 @@ void Batcher::Run(Steps steps) {
     const absl::Time combine = absl::Now();
     absl::Status combined;
     try {
-      CombinePart(layer_, *round, part, isa_);
+      CombinePart(layer_, *round, part, dispatch_.isa);
     } catch (const std::bad_alloc&) {
       combined = OutOfMemory();
     }
@@ -426,7 +426,7 @@ void Batcher::Start(const std::shared_ptr<Round>& round) {
   const absl::Time plan = absl::Now();
   absl::StatusOr<std::vector<ExpertSlice>> planned = OutOfMemory();
   try {
-    planned = PlanSlices(layer_, placement, round.get());
+    planned = PlanSlices(layer_, placement, dispatch_, round.get());
   } catch (const std::bad_alloc&) {  // what is there of the slices has not been sent
     round->slices.clear();
   }
@@ -442,6 +442,7 @@ void Batcher::Start(const std::shared_ptr<Round>& round) {
   }
   for (auto& [done, status] : failed) std::move(done)(status);
   if (!planned.ok() || planned->empty()) return;
+  Count(round->counts);
   ++counters_->rounds;
   round->sent = absl::Now();
   counters_->plan_ns += absl::ToInt64Nanoseconds(round->planned - plan);
@@ -453,6 +454,16 @@ void Batcher::Start(const std::shared_ptr<Round>& round) {
           self->OnReply(*round, s, std::move(rows));
         });
   }
+}
+
+void Batcher::Count(const DispatchCounts& counts) {
+  counters_->pairs += counts.pairs;
+  counters_->unique_rows += counts.unique_rows;
+  counters_->padded_positions += counts.padded_positions;
+  counters_->row_bytes += counts.row_bytes;
+  counters_->saturated_values += counts.quantized.saturated_values;
+  counters_->saturated_rows += counts.quantized.saturated_rows;
+  counters_->zero_rows += counts.quantized.zero_rows;
 }
 
 void Batcher::OnReply(Round& round, size_t s, absl::StatusOr<Tensor> rows) {

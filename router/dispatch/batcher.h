@@ -53,6 +53,14 @@ struct RoundCounters {
   std::atomic<uint64_t> rounds = 0;
   std::atomic<uint64_t> requests = 0;  // in these rounds; a call counts in each that it has part in
   std::atomic<uint64_t> tokens = 0;
+  // Sums of the rounds' DispatchCounts.
+  std::atomic<int64_t> pairs = 0;
+  std::atomic<int64_t> unique_rows = 0;
+  std::atomic<int64_t> padded_positions = 0;
+  std::atomic<int64_t> row_bytes = 0;
+  std::atomic<int64_t> saturated_values = 0;
+  std::atomic<int64_t> saturated_rows = 0;
+  std::atomic<int64_t> zero_rows = 0;
   // Nanoseconds spent on the requests' gates, and on the rounds' stages.
   std::atomic<int64_t> gate_ns = 0;
   std::atomic<int64_t> plan_ns = 0;
@@ -73,11 +81,10 @@ struct RoundCounters {
 // everything else.
 class Batcher : public std::enable_shared_from_this<Batcher> {
  public:
-  // `layer`, `executor` and `clock` outlive the calls: none is used after the last answer. `isa` is
-  // that of the combine.
+  // `layer`, `executor` and `clock` outlive the calls: none is used after the last answer.
   Batcher(const LayerDescription& layer, std::shared_ptr<Membership> membership,
-          const BatchingOptions& options, Isa isa, Executor* executor, AlarmClock* clock,
-          std::shared_ptr<RoundCounters> counters);
+          const BatchingOptions& options, const DispatchOptions& dispatch, Executor* executor,
+          AlarmClock* clock, std::shared_ptr<RoundCounters> counters);
 
   // Answers the call (call, result and done are filled in) as soon as its rounds are over, its
   // deadline has passed (DEADLINE_EXCEEDED), its caller has given up (CANCELLED) or a server that
@@ -127,13 +134,14 @@ class Batcher : public std::enable_shared_from_this<Batcher> {
   void CountQueued() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Run(Steps steps);
   void Start(const std::shared_ptr<Round>& round);
+  void Count(const DispatchCounts& counts);
   void OnReply(Round& round, size_t slice, absl::StatusOr<Tensor> rows);
   int64_t Capacity(DType dtype) const;
 
   const LayerDescription& layer_;
   const std::shared_ptr<Membership> membership_;
   const BatchingOptions options_;
-  const Isa isa_;
+  const DispatchOptions dispatch_;
   Executor* const executor_;
   AlarmClock* const clock_;
   const std::shared_ptr<RoundCounters> counters_;

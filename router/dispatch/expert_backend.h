@@ -8,6 +8,7 @@
 #include "absl/functional/any_invocable.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "common/expert_rows.h"
 #include "common/tensor.h"
 
 namespace expertmesh {
@@ -20,7 +21,7 @@ struct ExpertSlice {
   std::vector<int64_t> m_sizes;
   std::vector<int32_t> gather;
   std::vector<float> input_weights;
-  Tensor rows;                                   // [R, D]
+  ExpertRows rows;                               // [R, D]
   absl::Time deadline = absl::InfiniteFuture();  // of the last caller who waits for it
 };
 

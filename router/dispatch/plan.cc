@@ -8,7 +8,6 @@
 #include "common/kernels/kernels.h"
 #include "common/numerics/flush_denormals.h"
 #include "common/status.h"
-#include "router/permutation/permute.h"
 
 namespace expertmesh {
 
@@ -49,7 +48,7 @@ RoundSlots AddSharedSlots(absl::Span<const int32_t> topk_ids, int64_t tokens, in
 
 absl::StatusOr<RoundPlan> PlanRound(absl::Span<const int32_t> topk_ids, int32_t top_k,
                                     absl::Span<const int32_t> server_of_expert,
-                                    int64_t pad_multiple) {
+                                    int64_t pad_multiple, EmptyExperts empty_experts) {
   const int64_t num_pairs = static_cast<int64_t>(topk_ids.size());
   const int32_t num_experts = static_cast<int32_t>(server_of_expert.size());
   std::vector<int64_t> count(num_experts, 0);  // pairs of each expert
@@ -67,8 +66,9 @@ absl::StatusOr<RoundPlan> PlanRound(absl::Span<const int32_t> topk_ids, int32_t 
   std::vector<ServerSlice> slices(num_servers);
   std::vector<int64_t> next(num_experts, 0);
   for (int32_t expert = 0; expert < num_experts; ++expert) {
-    if (count[expert] == 0) continue;  // the empty stay unpadded and unsent
-    if (server_of_expert[expert] == kRouterItself) continue;
+    if (server_of_expert[expert] < 0) continue;  // the router itself, or nobody
+    const bool add_block = pad_multiple > 1 && empty_experts == EmptyExperts::kOneBlock;
+    if (count[expert] == 0 && !add_block) continue;  // unsent
     ServerSlice& slice = slices[server_of_expert[expert]];
     slice.expert_ids.push_back(expert);
     next[expert] = slice.num_pairs;
@@ -115,10 +115,9 @@ absl::StatusOr<RoundPlan> PlanRound(absl::Span<const int32_t> topk_ids, int32_t 
     if (slice.num_pairs == 0) continue;
     counts.clear();
     for (const int32_t expert : slice.expert_ids) counts.push_back(count[expert]);
-    ASSIGN_OR_RETURN(
-        PermuteIndices permuted,
-        GeneratePermuteIndices(counts, static_cast<int64_t>(counts.size()),
-                               /*num_ranks=*/1, pad_multiple, EmptyExperts::kZeroRows));
+    ASSIGN_OR_RETURN(PermuteIndices permuted,
+                     GeneratePermuteIndices(counts, static_cast<int64_t>(counts.size()),
+                                            /*num_ranks=*/1, pad_multiple, empty_experts));
     const int32_t* const rows = row_of_pair.data() + first_pair[slice.server];
     slice.gather.resize(permuted.permuted_indices.size());
     for (size_t p = 0; p < slice.gather.size(); ++p) {

@@ -10,6 +10,7 @@
 #include "absl/types/span.h"
 #include "common/kernels/isa.h"
 #include "common/tensor.h"
+#include "router/permutation/permute.h"
 
 namespace expertmesh {
 
@@ -66,10 +67,12 @@ RoundSlots AddSharedSlots(absl::Span<const int32_t> topk_ids, int64_t tokens, in
 //
 // topk_ids: [T, K] row-major, K at least 1; server_of_expert: [E], every entry that is used is at
 // least 0, or kRouterItself: such a pair is in no slice; pad_multiple >= 1 pads every expert's
-// group. At most 2^31 - 1 rows a server (INVALID_ARGUMENT). Thread-safe.
+// group, and with kOneBlock the empty groups, too, of servers that have rows. At most 2^31 - 1 rows
+// a server (INVALID_ARGUMENT). Thread-safe.
 absl::StatusOr<RoundPlan> PlanRound(absl::Span<const int32_t> topk_ids, int32_t top_k,
                                     absl::Span<const int32_t> server_of_expert,
-                                    int64_t pad_multiple);
+                                    int64_t pad_multiple,
+                                    EmptyExperts empty_experts = EmptyExperts::kZeroRows);
 
 // By slice, for each position what its row is weighed by: the topk_weights of its slot, 1 for
 // shared slots and for padding. pairs, [T, K + S], and slices are those of a plan; topk_weights:

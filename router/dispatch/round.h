@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <set>
 #include <vector>
 
@@ -11,14 +12,37 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "common/kernels/isa.h"
+#include "common/kernels/quantize.h"
 #include "common/model/description.h"
+#include "common/quantized_format.h"
 #include "common/tensor.h"
 #include "router/dispatch/expert_backend.h"
 #include "router/dispatch/forward_call.h"
 #include "router/dispatch/plan.h"
+#include "router/permutation/permute.h"
 #include "router/placement/membership.h"
 
 namespace expertmesh {
+
+// How rows go to the servers.
+struct DispatchOptions {
+  // What rows for experts that compute natively are quantised to on their way: kFp8Block128, or
+  // none: they go as they are.
+  std::optional<QuantizedFormat> wire_format = {};
+  // What experts without a row get, where groups are padded.
+  EmptyExperts empty_experts = EmptyExperts::kZeroRows;
+  // What weighs, quantises and combines.
+  Isa isa = BestIsa();
+};
+
+// What goes to the servers in one round, or in many.
+struct DispatchCounts {
+  int64_t pairs = 0;             // of token and expert
+  int64_t unique_rows = 0;       // sent
+  int64_t padded_positions = 0;  // beside the pairs
+  int64_t row_bytes = 0;         // of the rows sent and of their scales
+  QuantizeCounts quantized;      // rows of the round, those that go to several servers once
+};
 
 // A call between its gate and its answer.
 struct BatchedCall {
@@ -67,12 +91,15 @@ struct Round {
   RoundPlan plan;
   std::vector<Slice> slices;
   std::vector<Tensor> replies;  // by slice
+  DispatchCounts counts;
 };
 
 // Plans the round for all parts that are not closed, every expert of which has a server, and fills
-// plan, planned, slices, replies, offset and missing. Returns what to dispatch, by slice.
+// plan, planned, slices, replies, counts, offset and missing. Returns what to dispatch, by slice:
+// rows in the format that the layer's experts compute in, else in that of the options.
 absl::StatusOr<std::vector<ExpertSlice>> PlanSlices(const LayerDescription& layer,
-                                                    const LayerPlacement& placement, Round* round);
+                                                    const LayerPlacement& placement,
+                                                    const DispatchOptions& options, Round* round);
 
 // Writes the part's output into its call. All slices that it needs are there.
 void CombinePart(const LayerDescription& layer, const Round& round, const Round::Part& part,

@@ -59,6 +59,11 @@ absl::StatusOr<std::unique_ptr<Router>> Router::Create(std::shared_ptr<const Che
   std::unique_ptr<Router> router(new Router(std::move(checkpoint), numerics, options));
   for (const LayerDescription& description : router->checkpoint_->model().layers) {
     RETURN_IF_ERROR(CheckLayer(description));
+    if (options.wire_format && description.row_format()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("dispatch_dtype: expected none, as the experts of layer ", description.layer,
+                       " compute in ", NameOf(*description.row_format()), ", got fp8"));
+    }
     ASSIGN_OR_RETURN(RouterWeights weights, router->checkpoint_->ReadRouter(description.layer));
     Layer& layer = router->layers_[description.layer];
     layer.description = &description;
@@ -81,9 +86,9 @@ absl::StatusOr<std::unique_ptr<Router>> Router::Create(std::shared_ptr<const Che
                                                 options.engine, options.isa));
     }
     if (options.batching.rounds_per_layer > 0) {
-      layer.batcher =
-          std::make_shared<Batcher>(description, router->membership_, options.batching, options.isa,
-                                    &router->executor_, &router->clock_, layer.counters);
+      layer.batcher = std::make_shared<Batcher>(description, router->membership_, options.batching,
+                                                router->dispatch(), &router->executor_,
+                                                &router->clock_, layer.counters);
     }
   }
   return router;
@@ -133,7 +138,7 @@ void Router::Submit(std::shared_ptr<BatchedCall> call) {
   if (batcher == nullptr) {  // one of its own
     BatchingOptions options = options_.batching;
     options.rounds_per_layer = 1;
-    batcher = std::make_shared<Batcher>(*layer.description, membership_, options, options_.isa,
+    batcher = std::make_shared<Batcher>(*layer.description, membership_, options, dispatch(),
                                         &executor_, &clock_, layer.counters);
   }
   batcher->Submit(std::move(call));

@@ -31,6 +31,10 @@ struct RouterOptions {
   // A call for experts that no server has held yet waits for at most this long after the start.
   absl::Duration startup_grace = absl::Seconds(60);
   BatchingOptions batching;
+  // What rows for experts that compute natively are quantised to on their way: kFp8Block128, or
+  // none: they go as they are.
+  std::optional<QuantizedFormat> wire_format = {};
+  EmptyExperts empty_experts = EmptyExperts::kZeroRows;
   // Threads for what takes long, and as many for calls that wait for servers to come; started when
   // needed.
   int threads = 1024;
@@ -87,6 +91,9 @@ class Router {
   // Waits for the servers that the call needs. Blocks.
   absl::Status WaitForServers(const BatchedCall& call) const;
   void Submit(std::shared_ptr<BatchedCall> call);
+  DispatchOptions dispatch() const {
+    return {options_.wire_format, options_.empty_experts, options_.isa};
+  }
 
   const std::shared_ptr<const Checkpoint> checkpoint_;
   const RouterOptions options_;

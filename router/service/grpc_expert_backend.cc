@@ -21,6 +21,20 @@ namespace {
 
 constexpr char kMethod[] = "/expertmesh.v1.ExpertService/Dispatch";
 
+v1::RowFormat ToProto(QuantizedFormat format) {
+  switch (format) {
+    case QuantizedFormat::kFp8Rowwise:
+      return v1::ROW_FORMAT_FP8_ROWWISE;
+    case QuantizedFormat::kFp8Block128:
+      return v1::ROW_FORMAT_FP8_BLOCK128;
+    case QuantizedFormat::kMxfp8:
+      return v1::ROW_FORMAT_MXFP8;
+    case QuantizedFormat::kMxfp8Rceil:
+      break;
+  }
+  return v1::ROW_FORMAT_MXFP8_RCEIL;
+}
+
 v1::DispatchRequest Header(const ExpertSlice& slice, uint64_t round_id) {
   v1::DispatchRequest header;
   header.set_round_id(round_id);
@@ -31,6 +45,11 @@ v1::DispatchRequest Header(const ExpertSlice& slice, uint64_t round_id) {
   header.mutable_gather()->Add(slice.gather.begin(), slice.gather.end());
   header.mutable_input_weights()->Add(slice.input_weights.begin(), slice.input_weights.end());
   header.set_placement_epoch(slice.placement_epoch);
+  if (slice.rows.format) {
+    header.set_row_format(ToProto(*slice.rows.format));
+    header.set_activation_dtype(ToProto(slice.rows.dtype));
+    ToProto(slice.rows.scales, header.mutable_row_scales());
+  }
   if (slice.deadline != absl::InfiniteFuture()) {
     header.set_timeout_us(
         std::max<int64_t>(1, absl::ToInt64Microseconds(slice.deadline - absl::Now())));
@@ -233,7 +252,7 @@ class GrpcExpertBackend::Stream final
     const Outgoing next = std::move(outgoing_.front());
     outgoing_.pop_front();
     if (next.slice) {
-      written_ = EncodeWithTensor(Header(*next.slice, next.round_id), next.slice->rows);
+      written_ = EncodeWithTensor(Header(*next.slice, next.round_id), next.slice->rows.values);
     } else {
       v1::DispatchRequest cancel;
       cancel.set_round_id(next.round_id);

@@ -109,6 +109,10 @@ grpc::ServerUnaryReactor* FinishNow(grpc::CallbackServerContext* context) {
   return reactor;
 }
 
+const char* FormatName(const LayerDescription& layer) {
+  return layer.row_format() ? NameOf(*layer.row_format()) : "native";
+}
+
 v1::ServerInfo::State ToProto(ServerState state) {
   switch (state) {
     case ServerState::kServing:
@@ -198,8 +202,8 @@ grpc::ServerUnaryReactor* MoeServiceImpl::GetModel(grpc::CallbackServerContext* 
       info->set_shared_intermediate_size(layer.shared.experts.intermediate_size);
     }
     info->set_num_identity_experts(layer.router.identity_experts);
-    info->set_format("native");
-    info->set_pad_multiple(1);
+    info->set_format(FormatName(layer));
+    info->set_pad_multiple(static_cast<int32_t>(layer.pad_multiple));
   }
   return FinishNow(context);
 }
@@ -224,6 +228,14 @@ grpc::ServerUnaryReactor* MoeServiceImpl::GetCluster(grpc::CallbackServerContext
     rounds->set_gather_us(counters.gather_ns / 1000);
     rounds->set_servers_us(counters.servers_ns / 1000);
     rounds->set_combine_us(counters.combine_ns / 1000);
+    rounds->set_format(FormatName(layer));
+    rounds->set_pairs(counters.pairs);
+    rounds->set_unique_rows(counters.unique_rows);
+    rounds->set_padded_positions(counters.padded_positions);
+    rounds->set_row_bytes(counters.row_bytes);
+    rounds->set_saturated_values(counters.saturated_values);
+    rounds->set_saturated_rows(counters.saturated_rows);
+    rounds->set_zero_rows(counters.zero_rows);
   }
   for (const ServerRecord& record : membership.Servers()) {
     v1::ServerInfo* info = response->add_servers();

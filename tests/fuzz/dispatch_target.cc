@@ -10,6 +10,7 @@
 
 #include "common/model/checkpoint.h"
 #include "common/rpc/status.h"
+#include "common/rpc/tensor_codec.h"
 #include "common/status.h"
 #include "expert_server/engine/engine.h"
 #include "expert_server/engine/expert_store.h"
@@ -28,10 +29,11 @@ namespace {
 constexpr int64_t kMaxMessageBytes = 64 << 10;
 
 // Layers of 4 experts: 0 (F32, D = 4), 2 (BF16, D = 9, no multiple of anything), 3 (fp8 of blocks,
-// whose input is weighed, and two shared experts with biases that are not gated) and 5 (MXFP4).
+// whose input is weighed, and two shared experts with biases that are not gated), 5 (MXFP4), and in
+// low precision 6 (mxfp8, two blocks in a row) and 7 (fp8_block128).
 const std::shared_ptr<const Checkpoint>& Model() {
   static const auto* checkpoint = [] {
-    std::vector<LayerDescription> layers(4);
+    std::vector<LayerDescription> layers(6);
     const auto set = [&layers](size_t i, int32_t index, int64_t hidden, int64_t intermediate,
                                WeightFormat format, DType dtype) {
       layers[i].layer = index;
@@ -47,6 +49,10 @@ const std::shared_ptr<const Checkpoint>& Model() {
     set(1, 2, 9, 3, WeightFormat::kPlain, DType::kBF16);
     set(2, 3, 6, 2, WeightFormat::kFp8Block128, DType::kF8_E4M3);
     set(3, 5, 2, 4, WeightFormat::kMxfp4, DType::kF4);
+    set(4, 6, 33, 3, WeightFormat::kMxfp8, DType::kF8_E4M3);
+    set(5, 7, 5, 2, WeightFormat::kFp8Block128, DType::kF8_E4M3);
+    layers[4].experts.row_format = QuantizedFormat::kMxfp8;
+    layers[5].experts.row_format = QuantizedFormat::kFp8Block128;
     layers[2].router.weigh_input = true;
     layers[2].shared.count = 2;
     ExpertDescriptor& shared = layers[2].shared.experts;
@@ -82,11 +88,29 @@ struct Stores {
 bool Never() { return false; }
 
 // Routers let no other rows and send no other weights, and no bits are promised for them.
-bool AllFinite(const Slice& slice) {
-  const Tensor& rows = slice.rows;
-  for (int64_t i = 0; i < rows.num_elements(); ++i) {
-    if (!std::isfinite(LoadFloat(rows.dtype(), rows.data(), i))) return false;
+bool AllFinite(const Tensor& tensor) {
+  for (int64_t i = 0; i < tensor.num_elements(); ++i) {
+    if (tensor.dtype() == DType::kF8_E4M3) {
+      if (IsNaNE4M3(tensor.as<uint8_t>()[i])) return false;
+    } else if (tensor.dtype() == DType::kF8_E8M0) {
+      if (tensor.as<uint8_t>()[i] >= kMaxMxfp8Scale) return false;
+    } else if (!std::isfinite(LoadFloat(tensor.dtype(), tensor.data(), i))) {
+      return false;
+    }
   }
+  return true;
+}
+
+// The scales of the rows.
+Tensor ScalesOf(const Slice& slice) {
+  if (!slice.header.has_row_scales()) return Tensor();
+  const auto scales = FromProto(slice.header.row_scales(), "row_scales");
+  FUZZ_CHECK(scales.ok());
+  return *scales;
+}
+
+bool AllFinite(const Slice& slice) {
+  if (!AllFinite(slice.rows) || !AllFinite(ScalesOf(slice))) return false;
   const auto& weights = slice.header.input_weights();
   return std::all_of(weights.begin(), weights.end(), [](float w) { return std::isfinite(w); });
 }
@@ -105,6 +129,15 @@ void CheckAlone(const ExpertStore& store, const Slice& slice, int32_t expert, in
   alone.header.add_gather(0);
   if (slice.header.input_weights_size() > 0) {
     alone.header.add_input_weights(slice.header.input_weights(position));
+  }
+  if (slice.header.has_row_scales()) {
+    alone.header.set_row_format(slice.header.row_format());
+    alone.header.set_activation_dtype(slice.header.activation_dtype());
+    const Tensor scales = ScalesOf(slice);
+    const int64_t bytes = scales.dim(1) * BytesOf(scales.dtype());
+    Tensor of_row(scales.dtype(), {1, scales.dim(1)});
+    std::memcpy(of_row.data(), scales.data() + row * bytes, static_cast<size_t>(bytes));
+    ToProto(of_row, alone.header.mutable_row_scales());
   }
   alone.rows = Tensor(slice.rows.dtype(), {1, width});
   std::memcpy(alone.rows.data(), slice.rows.data() + row * row_bytes,
@@ -127,7 +160,7 @@ absl::Status Compute(const Stores& stores, Bytes message) {
 
   const auto& gather = slice.header.gather();
   const auto pairs = std::count_if(gather.begin(), gather.end(), [](int32_t r) { return r >= 0; });
-  FUZZ_CHECK(answer.dtype() == ReplyDType(slice.rows.dtype()));
+  FUZZ_CHECK(answer.dtype() == ReplyDTypeOf(slice));
   FUZZ_CHECK(answer.shape() == (std::vector<int64_t>{pairs, slice.rows.dim(1)}));
   if (!AllFinite(slice)) return absl::OkStatus();
   FUZZ_CHECK(SameTensor(answer, *grouped));

@@ -292,7 +292,7 @@ def packed(field, values):
     return block(field, b"".join(varint(v) for v in values))
 
 
-F32, BF16, F16, I32 = 1, 2, 3, 4
+F32, BF16, F16, I32, E4M3, E8M0 = 1, 2, 3, 4, 6, 7
 
 
 def tensor_of(dtype, shape, data):
@@ -321,6 +321,16 @@ def slice_of(layer, experts, m_sizes, gather, rows, extra=b""):
     )
 
 
+THREE_WEIGHTS = block(9, struct.pack("<3f", 0.5, 1.0, -2.0))
+
+
+def quantised_slice(layer, row_format, scales, hidden, more=b""):
+    """Two quantised rows of a BF16 request."""
+    codes = tensor_of(E4M3, [2, hidden], bytes(7 * i % 120 | (i & 1) << 7 for i in range(2 * hidden)))
+    quantised = number(10, row_format) + number(11, BF16) + block(12, scales)
+    return slice_of(layer, [0, 2], [2, 1], [0, 1, 1], codes, quantised + more)
+
+
 def dispatch():
     rows = tensor_of(F32, [2, 4], floats(8))
     wide = tensor_of(BF16, [3, 9], halves(27))
@@ -342,6 +352,17 @@ def dispatch():
             3, [3, 5], [1, 2], [1, 0, -1], six, block(9, struct.pack("<3f", 3.0, 1.0, 1.0))
         ),
         "valid_mxfp4": slice_of(5, [0, 3], [1, 2], [1, 0, 1], tensor_of(BF16, [2, 2], halves(4))),
+        **{f"valid_{name}": quantised_slice(*given) for name, given in {
+            "mxfp8": (6, 3, tensor_of(E8M0, [2, 2], b"\x78\x81\x7f\x00"), 33),
+            "fp8_block": (7, 2, tensor_of(F32, [2, 1], floats(2)), 5),
+            "travels_as_fp8": (0, 2, tensor_of(F32, [2, 1], floats(2)), 4),
+            "travels_as_fp8_weighed": (3, 2, tensor_of(F32, [2, 1], floats(2)), 6, THREE_WEIGHTS),
+        }.items()},
+        "hostile_other_format": quantised_slice(6, 4, tensor_of(E8M0, [2, 2], bytes(4)), 33),
+        "hostile_unknown_format": quantised_slice(6, 9, tensor_of(E8M0, [2, 2], bytes(4)), 33),
+        "hostile_scales": quantised_slice(6, 3, tensor_of(E8M0, [2, 1], bytes(2)), 33),
+        "hostile_no_format": slice_of(6, [0], [1], [0], tensor_of(E4M3, [1, 33], bytes(33))),
+        "hostile_native_for_low": slice_of(7, [0], [1], [0], tensor_of(F32, [1, 5], floats(5))),
         "reply_rows": number(1, 7) + block(15, rows),
         "reply_error": number(1, 7) + number(2, 14) + block(3, b"what went wrong"),
         "reply_full": number(1, 7) + number(2, 8) + block(3, b"full") + number(4, 100),

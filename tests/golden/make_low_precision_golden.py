@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes low_precision.json: what ml_dtypes makes of e4m3, e2m1 and e8m0 codes, and of MXFP4 weights.
+"""Writes low_precision.json: what ml_dtypes makes of e4m3, e2m1 and e8m0 codes, of MXFP4 and MXFP8.
 
 usage: make_low_precision_golden.py [FILE]    (needs numpy and ml_dtypes)
 """
@@ -28,7 +28,18 @@ def main():
     for scale in scales:
         products = e2m1.astype(np.float64) * 2.0 ** (scale - 127)
         mxfp4[str(scale)] = bits(products.astype(np.float32))
-    golden = {"e4m3": bits(e4m3), "e8m0": bits(e8m0), "e2m1": bits(e2m1), "mxfp4": mxfp4}
+    mxfp8 = {}
+    for scale in [0, 1, 2, 9, 10, 11, 127, 128, 246, 247]:
+        products = e4m3.astype(np.float64) * 2.0 ** (scale - 127)
+        products[np.abs(products) >= 2.0**128] = np.nan
+        mxfp8[str(scale)] = bits(products.astype(np.float32))
+    golden = {
+        "e4m3": bits(e4m3),
+        "e8m0": bits(e8m0),
+        "e2m1": bits(e2m1),
+        "mxfp4": mxfp4,
+        "mxfp8": mxfp8,
+    }
     default = pathlib.Path(__file__).with_name("low_precision.json")
     path = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else default
     path.write_text(json.dumps(golden, indent=1).replace("\n   ", " ").replace("\n  ", " ") + "\n")

@@ -253,12 +253,19 @@ def unigram_loss(train: bytes, text: bytes) -> float:
 
 
 @torch.no_grad()
-def evaluate(model: OlmoeForCausalLM, text: bytes) -> tuple[float, Tensor]:
-    """Nats per byte of `text`, and the tokens each expert of each layer got, [layers, experts].
-
-    Windows overlap by one byte, so that every byte but the first is predicted exactly once.
-    """
+def nats_per_byte(model: OlmoeForCausalLM, text: bytes) -> float:
+    """The mean loss. Windows overlap by one byte, so that every byte but the first is predicted exactly once."""
     ids = to_ids(text)
+    nats = 0.0
+    for start in range(0, len(ids) - 1, WINDOW - 1):
+        window = ids[start : start + WINDOW]
+        logits = model(input_ids=window[None], use_cache=False).logits[0].float()
+        nats += F.cross_entropy(logits[:-1], window[1:], reduction="sum").item()
+    return nats / (len(ids) - 1)
+
+
+def evaluate(model: OlmoeForCausalLM, text: bytes) -> tuple[float, Tensor]:
+    """Nats per byte of `text`, and the tokens each expert of each layer got, [layers, experts]."""
     loads = torch.zeros(model.config.num_hidden_layers, model.config.num_experts, dtype=torch.int64)
 
     def count(layer: int):
@@ -268,16 +275,11 @@ def evaluate(model: OlmoeForCausalLM, text: bytes) -> tuple[float, Tensor]:
         return hook
 
     hooks = [layer.mlp.gate.register_forward_hook(count(n)) for n, layer in enumerate(model.model.layers)]
-    nats = 0.0
     try:
-        for start in range(0, len(ids) - 1, WINDOW - 1):
-            window = ids[start : start + WINDOW]
-            logits = model(input_ids=window[None], use_cache=False).logits[0]
-            nats += F.cross_entropy(logits[:-1], window[1:], reduction="sum").item()
+        return nats_per_byte(model, text), loads
     finally:
         for hook in hooks:
             hook.remove()
-    return nats / (len(ids) - 1), loads
 
 
 @torch.no_grad()

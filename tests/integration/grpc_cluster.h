@@ -33,12 +33,16 @@ class Cluster {
  public:
   explicit Cluster(const std::string& model_dir, absl::Duration startup_grace = absl::Seconds(30),
                    const ChannelOptions& channel = {}, const BatchingOptions& batching = {})
-      : checkpoint_(Checkpoint::Open(model_dir).value()), channel_(channel) {
+      : Cluster(Checkpoint::Open(model_dir).value(),
+                RouterOptions{.startup_grace = startup_grace, .batching = batching}, channel) {}
+
+  Cluster(std::shared_ptr<const Checkpoint> checkpoint, const RouterOptions& router,
+          const ChannelOptions& channel = {})
+      : checkpoint_(std::move(checkpoint)), channel_(channel) {
     RouterServerOptions options;
     options.channel = channel_;
     options.listen = "127.0.0.1:0";
-    options.router.startup_grace = startup_grace;
-    options.router.batching = batching;
+    options.router = router;
     router_ = RouterServer::Start(checkpoint_, options).value();
   }
 

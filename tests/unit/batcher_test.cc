@@ -104,7 +104,7 @@ class Desk {
   int64_t Serve(size_t server = 0) {
     Task task = Take(server);
     if (task.store == nullptr) return -1;
-    const int64_t rows = task.slice.rows.dim(0);
+    const int64_t rows = task.slice.rows.values.dim(0);
     std::move(task.done)(Compute(*task.store, task.slice));
     return rows;
   }
@@ -378,7 +378,7 @@ TEST_F(BatcherTest, WhoseDeadlinePassesIsAnsweredAndTheOthersGoOn) {
   EXPECT_FALSE(patient->answered());
   EXPECT_TRUE(desk_.cancelled().empty());
   Desk::Task task = desk_.Take();
-  EXPECT_EQ(task.slice.rows.dim(0), 5);
+  EXPECT_EQ(task.slice.rows.values.dim(0), 5);
   EXPECT_EQ(task.slice.deadline, absl::InfiniteFuture());  // the latest of all
   std::move(task.done)(Compute(*task.store, task.slice));
   ExpectTokens(*patient, 5, 3);
@@ -539,7 +539,7 @@ TEST_F(BatcherTest, AServerThatDiesFailsOnlyThoseWhoNeedIt) {
   for (Caller* caller : {a.get(), b.get(), c.get()}) caller->WaitQueued();
   desk_.Serve(0);
   Desk::Task task = desk_.Take(1);
-  EXPECT_EQ(task.slice.rows.dim(0), 2);
+  EXPECT_EQ(task.slice.rows.values.dim(0), 2);
   std::move(task.done)(absl::UnavailableError("its stream broke"));
   for (const auto& [caller, token] : {std::pair{a.get(), one}, {b.get(), mixed}}) {
     const std::string experts = ExpertsOf(token, 1);

@@ -10,6 +10,8 @@
 #include <thread>
 #include <vector>
 
+#include "common/expert_rows.h"
+#include "common/kernels/quantize.h"
 #include "expert_server/engine/engine.h"
 #include "tests/random_tensor.h"
 #include "tests/restated_experts.h"
@@ -44,14 +46,20 @@ Layer RandomLayer(const WeightType& type, int64_t experts, int64_t hidden_size,
 
 // A batch with its memory.
 struct Batch {
-  Tensor rows;
+  ExpertRows rows;
   std::vector<int32_t> experts;
   std::vector<int64_t> m_sizes;
   std::vector<int32_t> gather;
   std::vector<float> input_weights = {};
   int64_t pairs = 0;
 
-  ExpertBatch View() const { return {rows, experts, m_sizes, gather, input_weights}; }
+  ExpertBatch View() const {
+    ExpertBatch view = {rows.values, experts, m_sizes, gather, input_weights};
+    view.row_format = rows.format;
+    view.row_scales = rows.scales;
+    view.quantized_from = rows.dtype;
+    return view;
+  }
 };
 
 // positions[i] of them for experts[i], each reading a random row; a tenth is padding if `padded`.
@@ -73,7 +81,7 @@ Batch RandomBatch(DType dtype, int64_t hidden_size, std::vector<int32_t> experts
 }
 
 std::string Forward(const Experts& experts, const Batch& batch, int64_t hidden_size) {
-  Tensor output(ReplyDType(batch.rows.dtype()), {batch.pairs, hidden_size});
+  Tensor output(ReplyDType(batch.rows.dtype), {batch.pairs, hidden_size});
   std::memset(output.data(), 0xff, output.num_bytes());
   EXPECT_TRUE(experts.Forward(batch.View(), output.data()).ok());
   return std::string(reinterpret_cast<const char*>(output.data()), output.num_bytes());
@@ -192,6 +200,123 @@ TEST(GroupedExperts, NothingOfEarlierCallsIsLeft) {
     }
   }
 }
+
+// Layers of every low precision, the weights being what random ones are quantised to.
+Layer LowPrecisionLayer(QuantizedFormat format, int64_t experts, int64_t hidden_size,
+                        int64_t intermediate_size, float scale, std::mt19937& rng) {
+  Layer layer = RandomLayer(DType::kF32, experts, hidden_size, intermediate_size, scale, rng);
+  for (ExpertWeights& weights : layer.weights) {
+    const auto quantize = [format](Tensor* matrix, Tensor* scales) {
+      const int64_t n = matrix->dim(0), k = matrix->dim(1);
+      Tensor codes(DType::kF8_E4M3, {n, k});
+      *scales = Tensor(ScaleDType(WeightFormatOf(format)), {n, ScalesPerRow(format, k)});
+      QuantizeWeights(BestIsa(), {format, matrix->dtype(), matrix->data(), n, k,
+                                  codes.as<uint8_t>(), scales->data()});
+      *matrix = codes;
+    };
+    quantize(&weights.gate_up, &weights.gate_up_scales);
+    quantize(&weights.down, &weights.down_scales);
+  }
+  layer.descriptor.weight_dtype = DType::kF8_E4M3;
+  layer.descriptor.weight_format = WeightFormatOf(format);
+  layer.descriptor.row_format = format;
+  return layer;
+}
+
+// The batch with its rows quantised.
+Batch Quantized(const Batch& batch, QuantizedFormat format) {
+  Batch quantized = batch;
+  const Tensor& rows = batch.rows.values;
+  quantized.rows.format = format;
+  quantized.rows.values = Tensor(DType::kF8_E4M3, rows.shape());
+  quantized.rows.scales =
+      Tensor(ScaleDType(format), {rows.dim(0), ScalesPerRow(format, rows.dim(1))});
+  QuantizeRows(BestIsa(), {format, rows.dtype(), rows.data(), rows.dim(0), rows.dim(1),
+                           quantized.rows.values.as<uint8_t>(), quantized.rows.scales.data()});
+  return quantized;
+}
+
+// The batch with every group padded at its end; groups without rows get a block if `fill`.
+Batch Padded(const Batch& batch, int64_t multiple, bool fill) {
+  Batch padded = batch;
+  padded.gather.clear();
+  auto from = batch.gather.begin();
+  for (int64_t& size : padded.m_sizes) {
+    padded.gather.insert(padded.gather.end(), from, from + size);
+    from += size;
+    const int64_t blocks = (size + multiple - 1) / multiple;
+    const int64_t whole = (size == 0 && fill ? 1 : blocks) * multiple;
+    padded.gather.insert(padded.gather.end(), whole - size, -1);
+    size = whole;
+  }
+  return padded;
+}
+
+class LowPrecision : public testing::TestWithParam<std::tuple<QuantizedFormat, DType>> {};
+
+// Whatever the instruction set and the threads, how far groups are padded, and what was in the
+// memory that the engine uses.
+TEST_P(LowPrecision, SameBitsWhateverTheEngineThePaddingAndTheMemory) {
+  const auto& [format, dtype] = GetParam();
+  std::mt19937 rng(31);
+  struct Case {
+    int64_t hidden_size, intermediate_size;
+    float scale;
+    std::vector<int64_t> positions;
+  };
+  const std::vector<Case> cases = {
+      {160, 96, 0.1f, {0, 5, 0, 3}},
+      {33, 17, 0.3f, {5, 0, 0, 0}},
+      {33, 17, 1e-19f, {7, 0, 13, 64}},  // products around the smallest normal number
+      {300, 260, 0.1f, {0, 0, 0, 333}},
+      {129, 31, 0.1f, {111, 0, 151, 71}},  // 333 pairs
+      {40, 24, 0.1f, {162, 0, 2577, 446, 0, 83}},
+      {64, 32, 0.1f, {0, 0, 0, 0}},
+  };
+  for (const Case& c : cases) {
+    const auto num_experts = static_cast<int64_t>(c.positions.size());
+    const Layer layer =
+        LowPrecisionLayer(format, num_experts, c.hidden_size, c.intermediate_size, c.scale, rng);
+    std::vector<int32_t> experts;
+    for (int32_t e = 0; e < num_experts; ++e) experts.push_back(e);
+    const Batch batch = Quantized(
+        RandomBatch(dtype, c.hidden_size, experts, c.positions, /*padded=*/false, rng), format);
+    const std::string expected =
+        Forward(*layer.Make({.kind = EngineKind::kForLoop}), batch, c.hidden_size);
+    for (const Isa isa : SupportedIsas()) {
+      for (const int threads : {1, 2}) {
+        auto context = std::make_shared<GroupedContext>(isa, threads);
+        auto grouped = MakeGroupedExperts(layer.descriptor, num_experts, context).value();
+        for (int64_t e = 0; e < num_experts; ++e) grouped->SetWeights(e, layer.weights[e]);
+        ASSERT_TRUE(grouped->Prepare().ok());
+        Forward(*grouped, batch, c.hidden_size);  // the memory has its size
+        for (const int64_t multiple : {1, 16, 128}) {
+          for (const bool fill : {false, true}) {
+            {
+              absl::MutexLock lock(&context->mutex);
+              for (Workspace* memory : {&context->x, &context->h, &context->quantized}) {
+                memory->Fill(std::byte{0xff});
+              }
+              for (Workspace& memory : context->scratch) memory.Fill(std::byte{0xff});
+            }
+            EXPECT_TRUE(Forward(*grouped, Padded(batch, multiple, fill), c.hidden_size) == expected)
+                << NameOf(isa) << ", " << threads << " threads, D " << c.hidden_size << ", F "
+                << c.intermediate_size << ", scale " << c.scale << ", multiple " << multiple;
+          }
+        }
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    AllFormats, LowPrecision,
+    testing::Combine(testing::Values(QuantizedFormat::kFp8Rowwise, QuantizedFormat::kFp8Block128,
+                                     QuantizedFormat::kMxfp8, QuantizedFormat::kMxfp8Rceil),
+                     testing::Values(DType::kF32, DType::kBF16, DType::kF16)),
+    [](const testing::TestParamInfo<LowPrecision::ParamType>& test) {
+      return std::string(NameOf(std::get<0>(test.param))) + "_x_" + NameOf(std::get<1>(test.param));
+    });
 
 TEST(GroupedExperts, ManyCallersTakeTurns) {
   std::mt19937 rng(23);

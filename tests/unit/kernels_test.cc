@@ -17,9 +17,11 @@
 #include "absl/strings/str_cat.h"
 #include "common/kernels/compute_pool.h"
 #include "common/kernels/for_loop_gemm.h"
+#include "common/kernels/for_loop_quantize.h"
 #include "common/kernels/grouped_gemm.h"
 #include "common/numerics/flush_denormals.h"
 #include "common/numerics/math.h"
+#include "common/numerics/quantize.h"
 #include "tests/random_tensor.h"
 
 namespace expertmesh {
@@ -53,20 +55,35 @@ std::vector<float> Widened(const Tensor& tensor) {
   return values;
 }
 
+// Whether scales are exponents, which are part of what is multiplied.
+bool HasExponents(const WeightType& type) { return ScaleDType(type.format) == DType::kU8; }
+
 // Weights of which kTiny activations make products as small as RandomData does.
 RandomWeights RandomMatrix(const WeightType& type, DType activations, int64_t n, int64_t k,
                            Data data, std::mt19937& rng) {
   if (type.format == WeightFormat::kPlain) {
     return {type.format, RandomData(type.dtype, activations, {n, k}, data, rng), Tensor()};
   }
-  const float tiny = type.format == WeightFormat::kMxfp4 ? std::ldexp(1.0f, -64) : 2.0f;
+  const float tiny = HasExponents(type) ? std::ldexp(1.0f, -64) : 2.0f;
   return MakeWeights(type, n, k, data == Data::kTame ? 0.3f : tiny, rng);
 }
 
 // The other factor that RandomData should make small numbers for.
 DType FactorOf(const WeightType& type) {
   // Chains of fp8 are those of the unscaled codes, which have no small exponents either.
-  return type.dtype == DType::kF8_E4M3 ? DType::kF16 : type.dtype;
+  return type.dtype == DType::kF8_E4M3 && !HasExponents(type) ? DType::kF16 : type.dtype;
+}
+
+// Brings codes of MXFP8 down to 240 where more would not be finite.
+void LimitCodes(RandomWeights& weights) {
+  const int64_t k = weights.values.dim(1);
+  for (int64_t i = 0; i < weights.values.num_elements(); ++i) {
+    uint8_t& code = weights.values.as<uint8_t>()[i];
+    const int64_t block = i / k * weights.scales.dim(1) + i % k / kMxBlockK;
+    if (weights.scales.as<uint8_t>()[block] == kMaxMxfp8Scale && (code & 0x7f) > kE4M3Code240) {
+      code = static_cast<uint8_t>((code & 0x80) | kE4M3Code240);
+    }
+  }
 }
 
 struct Matrices {
@@ -86,11 +103,32 @@ Matrices MakeMatrices(const WeightType& type, DType activations, int64_t num, in
 }
 
 // y = x W_e^T by the kernels; rows of x are sorted by expert.
+std::vector<float> MultiplyLoaded(Isa isa, ComputePool& pool, const Matrices& m,
+                                  const std::byte* rows, DType row_dtype, const float* x_scales,
+                                  absl::Span<const int64_t> rows_per_expert,
+                                  const GroupedGemm::Tuning& tuning) {
+  const int64_t n = m.packed.n();
+  std::vector<GemmGroup> groups;
+  int64_t first_row = 0;
+  for (size_t e = 0; e < rows_per_expert.size(); ++e) {
+    AddGroups(static_cast<int64_t>(e), first_row, rows_per_expert[e], &groups);
+    first_row += rows_per_expert[e];
+  }
+  std::vector<float> y(first_row * n, std::numeric_limits<float>::quiet_NaN());
+  GroupedGemm::Args args = {
+      isa, &m.packed, groups, rows, row_dtype, GemmOutput::kRows, RowFormat::kF32, y.data(), n};
+  args.x_scales = x_scales;
+  GroupedGemm gemm(args, tuning);
+  std::vector<Workspace> scratch(pool.threads());
+  pool.Run([&](int thread) { gemm.Run(scratch[thread], [] { return false; }); });
+  EXPECT_FALSE(gemm.stopped());
+  return y;
+}
+
 std::vector<float> Multiply(Isa isa, ComputePool& pool, const Matrices& m, const Tensor& x,
                             absl::Span<const int64_t> rows_per_expert,
                             const GroupedGemm::Tuning& tuning) {
   const int64_t k = m.packed.k();
-  const int64_t n = m.packed.n();
   const DType row_dtype = GemmRowDType(isa, m.packed.dtype(), x.dtype());
   const int64_t row_bytes = GemmRowBytes(row_dtype, k);
   Workspace memory;
@@ -99,20 +137,7 @@ std::vector<float> Multiply(Isa isa, ComputePool& pool, const Matrices& m, const
     LoadGemmRow(isa, x.dtype(), x.data() + r * k * BytesOf(x.dtype()), k, row_dtype,
                 rows + r * row_bytes);
   }
-  std::vector<GemmGroup> groups;
-  int64_t first_row = 0;
-  for (size_t e = 0; e < rows_per_expert.size(); ++e) {
-    AddGroups(static_cast<int64_t>(e), first_row, rows_per_expert[e], &groups);
-    first_row += rows_per_expert[e];
-  }
-  std::vector<float> y(first_row * n, std::numeric_limits<float>::quiet_NaN());
-  GroupedGemm gemm(
-      {isa, &m.packed, groups, rows, row_dtype, GemmOutput::kRows, RowFormat::kF32, y.data(), n},
-      tuning);
-  std::vector<Workspace> scratch(pool.threads());
-  pool.Run([&](int thread) { gemm.Run(scratch[thread], [] { return false; }); });
-  EXPECT_FALSE(gemm.stopped());
-  return y;
+  return MultiplyLoaded(isa, pool, m, rows, row_dtype, nullptr, rows_per_expert, tuning);
 }
 
 std::vector<float> Reference(const Matrices& m, const Tensor& x,
@@ -279,6 +304,211 @@ INSTANTIATE_TEST_SUITE_P(All, GemmTest,
                                           testing::Values(Data::kTame, Data::kTiny)),
                          GemmName);
 
+// ---- Quantised rows ----------------------------------------------------------------------------
+
+// What the codes and the scales of both factors are like.
+enum class Codes {
+  kTame,  // those of rows whose values are of many sizes
+  kWild,  // any, with scales of any size
+  kTiny,  // any; products of scales (of MXFP8, of values) are around the smallest normal number
+};
+
+struct QuantizedRows {
+  QuantizedFormat format;
+  Tensor codes;   // [T, K]
+  Tensor scales;  // [T, ScalesPerRow]
+
+  const uint8_t* Row(int64_t row) const { return codes.as<uint8_t>() + row * codes.dim(1); }
+  const std::byte* Scales(int64_t row) const {
+    return scales.data() + row * scales.dim(1) * BytesOf(scales.dtype());
+  }
+  // Of ForLoopMatVec and of a GEMM.
+  const float* Factors(int64_t row) const {
+    return scales.dtype() == DType::kF32 ? scales.as<float>() + row * scales.dim(1) : nullptr;
+  }
+};
+
+QuantizedRows MakeRows(QuantizedFormat format, int64_t rows, int64_t k, Codes kind,
+                       std::mt19937& rng) {
+  QuantizedRows x = {format, Tensor(DType::kF8_E4M3, {rows, k}),
+                     Tensor(ScaleDType(format), {rows, ScalesPerRow(format, k)})};
+  if (kind == Codes::kTame) {
+    Tensor values = RandomTensor(DType::kBF16, {rows, k}, 1.0f, rng);
+    for (int64_t i = 0; i < values.num_elements();
+         ++i) {  // many small ones, so that sums are rounded
+      const float value = LoadFloat(DType::kBF16, values.data(), i);
+      StoreFloat(DType::kBF16, values.data(), i, std::ldexp(value, -static_cast<int>(rng() % 16)));
+    }
+    QuantizeRows(BestIsa(), {format, DType::kBF16, values.data(), rows, k, x.codes.as<uint8_t>(),
+                             x.scales.data()});
+    return x;
+  }
+  for (int64_t i = 0; i < x.codes.num_elements(); ++i) {
+    const auto code = static_cast<uint8_t>(rng());
+    x.codes.as<uint8_t>()[i] = IsNaNE4M3(code) ? 0x80 : code;
+  }
+  for (int64_t i = 0; i < x.scales.num_elements(); ++i) {
+    if (x.scales.dtype() == DType::kF8_E8M0) {
+      x.scales.as<uint8_t>()[i] =
+          static_cast<uint8_t>(kind == Codes::kTiny ? 60 + rng() % 8 : 97 + rng() % 60);
+    } else {
+      const int exponent = static_cast<int>(kind == Codes::kTiny ? rng() % 6 : 32 + rng() % 60);
+      x.scales.as<float>()[i] =
+          std::ldexp(1.0f + static_cast<float>(rng() % 1000) / 1000, exponent - 62);
+    }
+  }
+  return x;
+}
+
+std::vector<float> Multiply(Isa isa, ComputePool& pool, const Matrices& m, const QuantizedRows& x,
+                            absl::Span<const int64_t> rows_per_expert,
+                            const GroupedGemm::Tuning& tuning) {
+  const int64_t k = m.packed.k();
+  const DType row_dtype = GemmRowDType(isa, m.packed.dtype(), DType::kBF16);
+  const int64_t row_bytes = GemmRowBytes(row_dtype, k);
+  Workspace memory;
+  std::byte* const rows = memory.Get(x.codes.dim(0) * row_bytes);
+  std::memset(rows, 0xff, x.codes.dim(0) * row_bytes);
+  for (int64_t r = 0; r < x.codes.dim(0); ++r) {
+    LoadQuantizedGemmRow(isa, x.format, x.Row(r), x.Scales(r), k, row_dtype, rows + r * row_bytes);
+  }
+  return MultiplyLoaded(isa, pool, m, rows, row_dtype, x.Factors(0), rows_per_expert, tuning);
+}
+
+std::vector<float> Reference(const Matrices& m, const QuantizedRows& x,
+                             absl::Span<const int64_t> rows_per_expert) {
+  const ScopedFlushDenormals flush;
+  const int64_t n = m.packed.n(), k = m.packed.k();
+  std::vector<float> y(x.codes.dim(0) * n), values(k);
+  int64_t row = 0;
+  for (size_t e = 0; e < rows_per_expert.size(); ++e) {
+    for (int64_t i = 0; i < rows_per_expert[e]; ++i, ++row) {
+      ForLoopDequantizeRow(x.format, x.Row(row), x.Scales(row), k, values.data());
+      ForLoopMatVec(values.data(), m.weights[e].View(), y.data() + row * n, x.Factors(row));
+    }
+  }
+  return y;
+}
+
+class QuantizedGemmTest : public testing::TestWithParam<std::tuple<Isa, QuantizedFormat, Codes>> {
+ protected:
+  Matrices Make(int64_t num, int64_t n, int64_t k) {
+    const WeightType type = {WeightFormatOf(format_), DType::kF8_E4M3};
+    Matrices m;
+    m.packed = PackedWeights(type.format, type.dtype, num, n, k);
+    for (int64_t i = 0; i < num; ++i) {
+      m.weights.push_back(
+          MakeWeights(type, n, k, kind_ == Codes::kTiny ? std::ldexp(1.0f, -64) : 0.3f, rng_));
+      m.packed.Pack(i, m.weights.back().View());
+    }
+    return m;
+  }
+
+  const Isa isa_ = std::get<0>(GetParam());
+  const QuantizedFormat format_ = std::get<1>(GetParam());
+  const Codes kind_ = std::get<2>(GetParam());
+  std::mt19937 rng_{17};
+  ComputePool one_{1}, two_{2};
+};
+
+TEST_P(QuantizedGemmTest, HasTheBitsOfTheScalarChain) {
+  const std::vector<int64_t> rows = {1, 0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 33};
+  int64_t total = 0;
+  for (const int64_t r : rows) total += r;
+  for (const auto& [n, k] : std::vector<std::pair<int64_t, int64_t>>{
+           {200, 301}, {64, 512}, {70, 650}, {33, 131}, {7, 2}, {17, 1}}) {
+    const Matrices m = Make(static_cast<int64_t>(rows.size()), n, k);
+    const QuantizedRows x = MakeRows(format_, total, k, kind_, rng_);
+    const std::vector<float> expected = Reference(m, x, rows);
+    for (const GroupedGemm::Tuning tuning :
+         {GroupedGemm::Tuning{}, GroupedGemm::Tuning{6, 0, 16}, GroupedGemm::Tuning{3, 1, 7},
+          GroupedGemm::Tuning{1, 0, 1000}, GroupedGemm::Tuning{5, 5, 64}}) {
+      for (ComputePool* pool : {&one_, &two_}) {
+        ExpectSameBits(Multiply(isa_, *pool, m, x, rows, tuning), expected,
+                       absl::StrCat(n, "x", k, ", ", pool->threads(), " threads, tile rows ",
+                                    tuning.max_tile_rows, ", single pass ", tuning.single_pass_rows,
+                                    ", chunk ", tuning.chunk_lines));
+      }
+    }
+  }
+}
+
+TEST_P(QuantizedGemmTest, SplitsLargeGroups) {
+  const std::vector<int64_t> rows = {300, 0, 1100};
+  const Matrices m = Make(static_cast<int64_t>(rows.size()), 16, 162);
+  const QuantizedRows x = MakeRows(format_, 1400, 162, kind_, rng_);
+  ExpectSameBits(Multiply(isa_, two_, m, x, rows, {}), Reference(m, x, rows), "large groups");
+}
+
+TEST_P(QuantizedGemmTest, AnotherOrderIsSeen) {
+  const int64_t n = 64, k = 256;
+  const std::vector<int64_t> rows = {5};
+  Matrices m = Make(1, n, k);
+  QuantizedRows x = MakeRows(format_, 5, k, kind_, rng_);
+  const std::vector<float> y = Multiply(isa_, one_, m, x, rows, {});
+  for (Tensor* codes : {&m.weights[0].values, &x.codes}) {
+    for (int64_t i = 0; i < codes->num_elements(); i += 2) {
+      std::swap(codes->as<uint8_t>()[i], codes->as<uint8_t>()[i + 1]);
+    }
+  }
+  const std::vector<float> other = Reference(m, x, rows);
+  int64_t differ = 0;
+  for (size_t i = 0; i < y.size(); ++i) differ += y[i] != other[i];
+  EXPECT_GT(differ, n * 5 / 8);
+}
+
+// One block, of which the sum is scaled twice: by the weights' scale and then by the row's. Scales
+// that are powers of two, as those of tame rows may be, would not show it.
+TEST_P(QuantizedGemmTest, ScalesMultipliedInTurnAreSeen) {
+  if (ScaleDType(format_) != DType::kF32 || kind_ == Codes::kTame) return;
+  const int64_t n = 64, k = 128;
+  const std::vector<int64_t> rows = {5};
+  const Matrices m = Make(1, n, k);
+  const QuantizedRows x = MakeRows(format_, 5, k, kind_, rng_);
+  const std::vector<float> y = Multiply(isa_, one_, m, x, rows, {});
+  const ScopedFlushDenormals flush;
+  std::vector<float> values(k), scaled(n);
+  int64_t differ = 0;
+  for (int64_t r = 0; r < 5; ++r) {
+    ForLoopDequantizeRow(format_, x.Row(r), x.Scales(r), k, values.data());
+    ForLoopMatVec(values.data(), m.weights[0].View(), scaled.data());
+    for (int64_t i = 0; i < n; ++i) differ += scaled[i] * *x.Factors(r) != y[r * n + i];
+  }
+  EXPECT_GT(differ, n * 5 / 8);
+}
+
+TEST_P(QuantizedGemmTest, SwappedScalesOfRowsAreSeen) {
+  const int64_t n = 70, k = 301;
+  for (const std::vector<int64_t>& rows : {std::vector<int64_t>{5}, {9}}) {
+    const Matrices m = Make(1, n, k);
+    QuantizedRows x = MakeRows(format_, rows[0], k, Codes::kWild, rng_);
+    const std::vector<float> y = Multiply(isa_, one_, m, x, rows, {});
+    const int64_t bytes = x.scales.dim(1) * BytesOf(x.scales.dtype());
+    std::byte* const second = x.scales.data() + bytes;
+    std::swap_ranges(second, second + bytes, second + bytes);
+    const std::vector<float> other = Multiply(isa_, one_, m, x, rows, {});
+    for (int64_t r = 0; r < rows[0]; ++r) {
+      int64_t differ = 0;
+      for (int64_t i = 0; i < n; ++i) differ += y[r * n + i] != other[r * n + i];
+      EXPECT_EQ(differ > 0, r == 1 || r == 2) << "row " << r << " of " << rows[0];
+    }
+  }
+}
+
+std::string QuantizedName(const testing::TestParamInfo<QuantizedGemmTest::ParamType>& test) {
+  const auto& [isa, format, kind] = test.param;
+  const char* const kinds[] = {"", "_wild", "_tiny"};
+  return absl::StrCat(NameOf(isa), "_", NameOf(format), kinds[static_cast<int>(kind)]);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, QuantizedGemmTest,
+    testing::Combine(testing::ValuesIn(SupportedIsas()),
+                     testing::Values(QuantizedFormat::kFp8Rowwise, QuantizedFormat::kFp8Block128,
+                                     QuantizedFormat::kMxfp8),
+                     testing::Values(Codes::kTame, Codes::kWild, Codes::kTiny)),
+    QuantizedName);
+
 class KernelTest : public testing::TestWithParam<Isa> {
  protected:
   const Kernels& kernels_ = KernelsOf(GetParam());
@@ -372,31 +602,130 @@ TEST_P(KernelTest, WideningAgreesWithTheScalarConversions) {
       }
     }
   }
+  for (const TileKernels* tiles : {&kernels_.mxfp8, &kernels_.mxfp8_pairs}) {
+    if (tiles->empty()) continue;
+    for (int scale = 0; scale <= kMaxMxfp8Scale; ++scale) {
+      PackedWeights packed(WeightFormat::kMxfp8, DType::kF8_E4M3, 1, 16, 32);
+      Tensor codes(DType::kF8_E4M3, {16, 32}), scales(DType::kU8, {16, 1});
+      for (int i = 0; i < 512; ++i) {
+        const auto code = static_cast<uint8_t>(37 * i);
+        codes.as<uint8_t>()[i] = IsNaNE4M3(code) ? 0 : code;
+      }
+      for (int n = 0; n < 16; ++n) {
+        scales.as<uint8_t>()[n] = static_cast<uint8_t>((scale + 17 * n) % (kMaxMxfp8Scale + 1));
+      }
+      packed.Pack(0, {WeightFormat::kMxfp8, codes, scales});
+      const Tensor wide = Widened(*tiles, packed);
+      for (int n = 0; n < 16; ++n) {
+        for (int k = 0; k < 32; ++k) {
+          const uint8_t code = codes.as<uint8_t>()[32 * n + k];
+          const float expected = FloatFromMxfp8(code, scales.as<uint8_t>()[n]);
+          const uint16_t got = wide.as<uint16_t>()[k / 2 * 32 + 2 * n + k % 2];
+          if (!std::isfinite(expected)) continue;
+          ASSERT_EQ(flushed(FloatFromBF16(got)), expected) << int{code} << ", scale " << scale;
+          ASSERT_EQ(got >> 15, code >> 7) << int{code} << ", scale " << scale;
+        }
+      }
+    }
+  }
 }
 
 // Scales at the ends of their range: weights that are denormal, and the largest there are.
-TEST_P(KernelTest, Mxfp4AtTheEndsOfItsScales) {
+TEST_P(KernelTest, ExponentsAtTheEndsOfTheirRange) {
   std::mt19937 rng(15);
   ComputePool one(1);
-  const WeightType type = {WeightFormat::kMxfp4, DType::kF4};
   const std::vector<int64_t> rows = {2, 9};
-  for (const bool high : {false, true}) {
-    for (const DType dtype : {DType::kF32, DType::kBF16}) {
-      Matrices m;
-      m.packed = PackedWeights(type.format, type.dtype, 2, 80, 96);
-      for (int e = 0; e < 2; ++e) {
-        RandomWeights weights = MakeWeights(type, 80, 96, 1.0f, rng);
-        for (int64_t i = 0; i < weights.scales.num_elements(); ++i) {
-          weights.scales.as<uint8_t>()[i] =
-              static_cast<uint8_t>(high ? kMaxMxfp4Scale - i % 3 : i % 3);
+  for (const auto& [type, most] : std::vector<std::pair<WeightType, uint8_t>>{
+           {{WeightFormat::kMxfp4, DType::kF4}, kMaxMxfp4Scale},
+           {{WeightFormat::kMxfp8, DType::kF8_E4M3}, kMaxMxfp8Scale}}) {
+    for (const bool high : {false, true}) {
+      for (const DType dtype : {DType::kF32, DType::kBF16}) {
+        Matrices m;
+        m.packed = PackedWeights(type.format, type.dtype, 2, 80, 96);
+        for (int e = 0; e < 2; ++e) {
+          RandomWeights weights = MakeWeights(type, 80, 96, 1.0f, rng);
+          for (int64_t i = 0; i < weights.scales.num_elements(); ++i) {
+            weights.scales.as<uint8_t>()[i] = static_cast<uint8_t>(high ? most - i % 3 : i % 3);
+          }
+          if (type.format == WeightFormat::kMxfp8) LimitCodes(weights);
+          m.packed.Pack(e, weights.View());
+          m.weights.push_back(std::move(weights));
         }
-        m.packed.Pack(e, weights.View());
-        m.weights.push_back(std::move(weights));
+        const Tensor x = RandomTensor(dtype, {11, 96}, high ? std::ldexp(1.0f, -125) : 1.0f, rng);
+        ExpectSameBits(Multiply(GetParam(), one, m, x, rows, {}), Reference(m, x, rows),
+                       absl::StrCat(NameOf(type), " x ", NameOf(dtype), high ? ", high" : ", low"));
       }
-      const Tensor x = RandomTensor(dtype, {11, 96}, high ? std::ldexp(1.0f, -125) : 1.0f, rng);
-      ExpectSameBits(Multiply(GetParam(), one, m, x, rows, {}), Reference(m, x, rows),
-                     absl::StrCat(NameOf(dtype), high ? ", high" : ", low"));
     }
+  }
+}
+
+// Every code with every scale, as rows have them.
+TEST_P(KernelTest, QuantizedRowsAreTheScalarValues) {
+  for (const QuantizedFormat format :
+       {QuantizedFormat::kFp8Rowwise, QuantizedFormat::kFp8Block128, QuantizedFormat::kMxfp8}) {
+    const bool exponents = ScaleDType(format) == DType::kF8_E8M0;
+    for (int scale = 0; scale <= (exponents ? kMaxMxfp8Scale : 0); ++scale) {
+      for (const int64_t k : {256, 77}) {
+        Tensor codes(DType::kF8_E4M3, {k}), scales(ScaleDType(format), {8});
+        for (int64_t i = 0; i < k; ++i) {
+          const auto code = static_cast<uint8_t>(i + 5 * scale);
+          const bool finite = !IsNaNE4M3(code) && (code & 0x7f) <= kE4M3Code240;
+          codes.as<uint8_t>()[i] = finite ? code : 0x80;
+        }
+        for (int i = 0; i < 8; ++i) {
+          if (exponents) {
+            scales.as<uint8_t>()[i] = static_cast<uint8_t>((scale + i) % (kMaxMxfp8Scale + 1));
+          } else {
+            scales.as<float>()[i] = 3.0f;  // not applied
+          }
+        }
+        std::vector<float> expected(k);
+        ForLoopDequantizeRow(format, codes.as<uint8_t>(), scales.data(), k, expected.data());
+        for (const DType dtype : {DType::kF32, DType::kBF16}) {
+          Tensor row(DType::kU8, {GemmRowBytes(dtype, k)});
+          std::memset(row.data(), 0xff, row.num_bytes());
+          LoadQuantizedGemmRow(GetParam(), format, codes.as<uint8_t>(), scales.data(), k, dtype,
+                               row.data());
+          for (int64_t i = 0; i < GemmRowBytes(dtype, k) / BytesOf(dtype); ++i) {
+            const float value = LoadFloat(dtype, row.data(), i);
+            ASSERT_EQ(std::bit_cast<uint32_t>(value),
+                      std::bit_cast<uint32_t>(i < k ? expected[i] : 0.0f))
+                << NameOf(format) << " to " << NameOf(dtype) << ", scale " << scale << ", " << i;
+          }
+        }
+      }
+    }
+  }
+}
+
+// Rows and weights with scales at the ends of their range, so that products are finite.
+TEST_P(KernelTest, QuantizedRowsAtTheEndsOfTheirExponents) {
+  std::mt19937 rng(16);
+  ComputePool one(1);
+  const WeightType type = {WeightFormat::kMxfp8, DType::kF8_E4M3};
+  const std::vector<int64_t> rows = {2, 9};
+  const auto set = [](Tensor& scales, bool high) {
+    for (int64_t i = 0; i < scales.num_elements(); ++i) {
+      scales.as<uint8_t>()[i] = static_cast<uint8_t>(high ? kMaxMxfp8Scale - i % 3 : i % 12);
+    }
+  };
+  for (const bool high_weights : {false, true}) {
+    Matrices m;
+    m.packed = PackedWeights(type.format, type.dtype, 2, 80, 97);
+    for (int e = 0; e < 2; ++e) {
+      RandomWeights weights = MakeWeights(type, 80, 97, 1.0f, rng);
+      set(weights.scales, high_weights);
+      LimitCodes(weights);
+      m.packed.Pack(e, weights.View());
+      m.weights.push_back(std::move(weights));
+    }
+    QuantizedRows x = MakeRows(QuantizedFormat::kMxfp8, 11, 97, Codes::kWild, rng);
+    set(x.scales, !high_weights);
+    RandomWeights limited = {type.format, x.codes, x.scales};
+    LimitCodes(limited);
+    x.codes = limited.values;
+    ExpectSameBits(Multiply(GetParam(), one, m, x, rows, {}), Reference(m, x, rows),
+                   high_weights ? "high weights" : "high rows");
   }
 }
 

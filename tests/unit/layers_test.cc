@@ -119,6 +119,32 @@ std::vector<NamedLayer> Layers() {
     layer->experts.hidden_size = hidden;
     layer->shared.experts = expert(Activation::kSiluGlu, false, width);
   }
+  // Low precision: more than one block in a row, the last not whole; padded.
+  for (const QuantizedFormat format : {QuantizedFormat::kFp8Rowwise, QuantizedFormat::kFp8Block128,
+                                       QuantizedFormat::kMxfp8, QuantizedFormat::kMxfp8Rceil}) {
+    const bool blocks = format == QuantizedFormat::kFp8Block128;
+    const int64_t hidden = blocks ? 144 : 46, width = blocks ? 130 : 38;
+    const auto expert = [&](Activation activation, bool has_bias, int64_t f) {
+      ExpertDescriptor descriptor =
+          Expert(activation, has_bias, {WeightFormatOf(format), DType::kF8_E4M3}, hidden, f);
+      descriptor.row_format = format;
+      return descriptor;
+    };
+    const std::string name = absl::StrCat("low_", NameOf(format));
+    layer = add(name, Routed());
+    layer->experts = expert(Activation::kSiluGlu, false, width);
+    layer->pad_multiple = PadMultipleOf(format);
+    layer = add(name + "_Shared", Routed());
+    layer->experts = expert(Activation::kClampedSwishGlu, true, width);
+    layer->shared = {.count = 2, .experts = expert(Activation::kSiluGlu, false, 9)};
+    layer->pad_multiple = 3 * PadMultipleOf(format);
+    layer = add(name + "_WeighInput", Routed());
+    layer->experts = expert(Activation::kSiluGlu, false, width);
+    layer->shared = {.count = 1, .experts = expert(Activation::kGeluErfGlu, true, width)};
+    layer->router.weigh_input = true;
+    layer->router.identity_experts = 2;
+    layer->pad_multiple = PadMultipleOf(format);
+  }
   return layers;
 }
 
@@ -195,7 +221,8 @@ INSTANTIATE_TEST_SUITE_P(All, LayersTest,
 TEST(Layers, IdentityExpertsAreChosen) {
   for (const NamedLayer& named : Layers()) {
     if (named.layer.router.identity_experts == 0) continue;
-    const Expected expected = Restate(*Made(named.layer), kLayer, Tokens(DType::kF32, kTokens));
+    const Expected expected = Restate(
+        *Made(named.layer), kLayer, Tokens(DType::kF32, kTokens, named.layer.experts.hidden_size));
     int64_t none = 0, all = 0;
     for (int64_t t = 0; t < kTokens; ++t) {
       const auto first = expected.ids.begin() + t * expected.top_k;
@@ -254,7 +281,7 @@ TEST(Layers, SharedRowsGoWhereTheFirstSlotIs) {
     for (int k = 0; k < 3; ++k) needed.insert(server_of(expected.ids[t * 3 + k]));
     EXPECT_EQ(slices.size(), needed.size());
     for (size_t s = 0; s < slices.size(); ++s) {
-      EXPECT_EQ(slices[s].rows.dim(0), 1);
+      EXPECT_EQ(slices[s].rows.values.dim(0), 1);
       const bool first = servers[s] == server_of(expected.ids[t * 3]);
       EXPECT_EQ(std::count(slices[s].expert_ids.begin(), slices[s].expert_ids.end(), 7), first);
       EXPECT_EQ(std::count(slices[s].expert_ids.begin(), slices[s].expert_ids.end(), 8), first);
@@ -290,7 +317,7 @@ TEST(Layers, DenseTokensAreSplitOverTheServers) {
   const auto router = Cluster(
       checkpoint, 4,
       [&](size_t index, const Store& store, ExpertSlice slice, ExpertBackend::Done done) {
-        rows.push_back(slice.rows.dim(0));
+        rows.push_back(slice.rows.values.dim(0));
         kAtOnce(index, store, std::move(slice), std::move(done));
       },
       EngineKind::kGrouped);
@@ -453,6 +480,206 @@ TEST(Layers, NoTokensNeedNothing) {
     EXPECT_THAT(result->output.shape(), ElementsAre(0, named.layer.experts.hidden_size));
     EXPECT_THAT(result->routing.topk_ids.shape(), ElementsAre(0, named.layer.router.top_k));
   }
+}
+
+// Records what goes to the servers.
+struct Recorder {
+  std::vector<ExpertSlice> slices;
+  FakeServer::Handler handler() {
+    return [this](size_t index, const Store& store, ExpertSlice slice, ExpertBackend::Done done) {
+      slices.push_back(slice);
+      kAtOnce(index, store, std::move(slice), std::move(done));
+    };
+  }
+  int64_t Positions() const {
+    int64_t positions = 0;
+    for (const ExpertSlice& slice : slices) positions += static_cast<int64_t>(slice.gather.size());
+    return positions;
+  }
+  int64_t Pairs() const {
+    int64_t pairs = 0;
+    for (const ExpertSlice& slice : slices) {
+      for (const int32_t row : slice.gather) pairs += row >= 0;
+    }
+    return pairs;
+  }
+  int64_t Rows() const {
+    int64_t rows = 0;
+    for (const ExpertSlice& slice : slices) rows += slice.rows.values.dim(0);
+    return rows;
+  }
+  int64_t RowBytes() const {
+    int64_t bytes = 0;
+    for (const ExpertSlice& slice : slices) {
+      bytes += static_cast<int64_t>(slice.rows.values.num_bytes() + slice.rows.scales.num_bytes());
+    }
+    return bytes;
+  }
+};
+
+// In low precision every group is a multiple, the counters say what was added, and no result
+// depends on it; natively nothing is added.
+TEST(Layers, PaddingIsWhereTheFormatWantsItAndChangesNothing) {
+  for (const NamedLayer& named : Layers()) {
+    const int64_t hidden_size = named.layer.experts.hidden_size;
+    const Tensor tokens = Tokens(DType::kBF16, 21, hidden_size);
+    const Expected expected = Restate(*Made(named.layer), kLayer, tokens);
+    const std::optional<QuantizedFormat> format = named.layer.row_format();
+    for (const int factor : {1, 2, 5}) {
+      for (const EmptyExperts empty : {EmptyExperts::kZeroRows, EmptyExperts::kOneBlock}) {
+        SCOPED_TRACE(absl::StrCat(named.name, ", factor ", factor));
+        LayerDescription layer = named.layer;
+        if (format) layer.pad_multiple *= factor;
+        Recorder recorder;
+        RouterOptions options;
+        options.empty_experts = empty;
+        const auto router = MakeCluster(Made(layer), 3, recorder.handler(), options);
+        ExpectForward(*router, tokens, expected, 0, 21);
+        const RoundCounters& counters = router->counters(kLayer);
+        EXPECT_EQ(counters.pairs, recorder.Pairs());
+        EXPECT_EQ(counters.unique_rows, recorder.Rows());
+        EXPECT_EQ(counters.row_bytes, recorder.RowBytes());
+        EXPECT_EQ(counters.padded_positions, recorder.Positions() - recorder.Pairs());
+        if (!format) {
+          EXPECT_EQ(counters.padded_positions, 0);
+          EXPECT_EQ(counters.zero_rows + counters.saturated_rows, 0);
+          continue;
+        }
+        EXPECT_GT(counters.padded_positions, 0);
+        std::set<int32_t> sent;
+        for (const ExpertSlice& slice : recorder.slices) {
+          for (const int64_t size : slice.m_sizes) EXPECT_EQ(size % layer.pad_multiple, 0);
+          EXPECT_EQ(slice.gather.size() % layer.pad_multiple, 0u);
+          EXPECT_EQ(slice.rows.format, format);
+          EXPECT_EQ(slice.rows.values.num_bytes(),
+                    static_cast<size_t>(slice.rows.values.dim(0) * hidden_size));
+          sent.insert(slice.expert_ids.begin(), slice.expert_ids.end());
+        }
+        if (empty == EmptyExperts::kOneBlock) {
+          EXPECT_EQ(sent.size(), static_cast<size_t>(layer.num_held()));
+        }
+        // One token: most experts have none.
+        for (int64_t t = 0; t < 5; ++t) ExpectForward(*router, tokens, expected, t, 1);
+      }
+    }
+  }
+}
+
+// Rows that are all zeros or too large for their scale are counted, each once.
+TEST(Layers, QuantisedRowsAreCounted) {
+  LayerDescription layer = Routed();
+  layer.experts =
+      Expert(Activation::kSiluGlu, false, {WeightFormat::kMxfp8, DType::kF8_E4M3}, 64, 32);
+  layer.experts.row_format = QuantizedFormat::kMxfp8;
+  layer.pad_multiple = 32;
+  const auto router = Cluster(Made(layer), 3, kAtOnce, EngineKind::kGrouped);
+  Tensor tokens = Tokens(DType::kF32, 9, 64);
+  for (int64_t i = 0; i < tokens.num_elements(); ++i) tokens.as<float>()[i] = 1.0f;
+  std::fill_n(tokens.as<float>() + 2 * 64, 3 * 64, 0.0f);
+  tokens.as<float>()[7 * 64 + 1] = 1.99f;  // 1.8125 * 2^0 and more saturate (OCP's floor)
+  tokens.as<float>()[7 * 64 + 40] = -1.9f;
+  tokens.as<float>()[8 * 64] = 1.875f;
+  ASSERT_TRUE(Forward(*router, Call(tokens)).ok());
+  const RoundCounters& counters = router->counters(kLayer);
+  EXPECT_EQ(counters.zero_rows, 3);
+  EXPECT_EQ(counters.saturated_rows, 2);
+  EXPECT_EQ(counters.saturated_values, 3);
+}
+
+// --dispatch-dtype fp8: the servers compute natively on what the rows stand for.
+TEST(Layers, RowsMayTravelAsFp8) {
+  for (const NamedLayer& named : Layers()) {
+    if (named.layer.row_format()) continue;
+    const auto checkpoint = Made(named.layer);
+    const int64_t hidden_size = named.layer.experts.hidden_size;
+    for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+      SCOPED_TRACE(absl::StrCat(named.name, " ", NameOf(dtype)));
+      const Tensor tokens = Tokens(dtype, 17, hidden_size);
+      // What a native cluster gives whose servers get these rows.
+      const auto reference = MakeCluster(
+          checkpoint, 3,
+          [&](size_t index, const Store& store, ExpertSlice slice, ExpertBackend::Done done) {
+            Tensor rows(dtype, slice.rows.values.shape());
+            const int64_t blocks = (hidden_size + 127) / 128;
+            std::vector<uint8_t> codes(hidden_size);
+            std::vector<float> scales(blocks);
+            for (int64_t r = 0; r < rows.dim(0); ++r) {
+              const auto* row = slice.rows.values.data() + r * hidden_size * BytesOf(dtype);
+              ForLoopQuantizeRows({QuantizedFormat::kFp8Block128, dtype, row, 1, hidden_size,
+                                   codes.data(), scales.data()});
+              for (int64_t d = 0; d < hidden_size; ++d) {
+                const volatile float value = FloatFromE4M3(codes[d]) * scales[d / 128];
+                StoreFloat(dtype, rows.data(), r * hidden_size + d, value);
+              }
+            }
+            slice.rows = rows;
+            kAtOnce(index, store, std::move(slice), std::move(done));
+          });
+      const auto expected = Forward(*reference, Call(tokens));
+      ASSERT_TRUE(expected.ok()) << expected.status();
+      Recorder recorder;
+      RouterOptions options;
+      options.wire_format = QuantizedFormat::kFp8Block128;
+      const auto router = MakeCluster(checkpoint, 3, recorder.handler(), options);
+      const auto result = Forward(*router, Call(tokens));
+      ASSERT_TRUE(result.ok()) << result.status();
+      EXPECT_EQ(
+          std::memcmp(result->output.data(), expected->output.data(), expected->output.num_bytes()),
+          0);
+      for (const ExpertSlice& slice : recorder.slices) {
+        EXPECT_EQ(slice.rows.values.num_bytes(),
+                  static_cast<size_t>(slice.rows.values.dim(0) * hidden_size));
+      }
+      EXPECT_EQ(router->counters(kLayer).padded_positions, 0);
+    }
+  }
+  LayerDescription low = Routed();
+  low.experts.row_format = QuantizedFormat::kMxfp8;
+  RouterOptions options;
+  options.wire_format = QuantizedFormat::kFp8Block128;
+  EXPECT_EQ(Router::Create(Made(low), kNumerics, options).status().ToString(),
+            "INVALID_ARGUMENT: dispatch_dtype: expected none, as the experts of layer 1 compute in "
+            "mxfp8, got fp8");
+}
+
+// Rows in another format than the layer's are refused by name.
+TEST(Layers, RowsHaveTheFormatOfTheLayer) {
+  LayerDescription low = Routed();
+  low.experts =
+      Expert(Activation::kSiluGlu, false, {WeightFormat::kFp8Row, DType::kF8_E4M3}, 32, 8);
+  low.experts.row_format = QuantizedFormat::kFp8Rowwise;
+  LayerDescription native = Routed();
+  native.experts.hidden_size = 32;
+  const auto refusal = [](const LayerDescription& layer, const ExpertRows& rows) {
+    const auto store = *ExpertStore::Load(*Made(layer), {{kLayer, {0}}}, MakeEngine({}),
+                                          [](const LoadProgress&) {});
+    return store
+        ->Forward(kLayer, std::vector<int32_t>{0}, std::vector<int64_t>{1}, std::vector<int32_t>{0},
+                  {}, rows)
+        .status()
+        .ToString();
+  };
+  ExpertRows rows;
+  rows.dtype = DType::kBF16;
+  rows.format = QuantizedFormat::kMxfp8;
+  rows.values = Tensor(DType::kF8_E4M3, {1, 32});
+  rows.scales = Tensor(DType::kF8_E8M0, {1, 1});
+  std::memset(rows.values.data(), 0x38, 32);
+  std::memset(rows.scales.data(), 127, 1);
+  EXPECT_EQ(refusal(low, rows),
+            "INVALID_ARGUMENT: row_format: expected fp8_rowwise for layer 1, got mxfp8");
+  EXPECT_EQ(refusal(native, rows),
+            "INVALID_ARGUMENT: row_format: expected native for layer 1, got mxfp8");
+  EXPECT_EQ(refusal(low, Tokens(DType::kBF16, 1, 32)),
+            "INVALID_ARGUMENT: row_format: expected fp8_rowwise for layer 1, got native");
+  rows.format = QuantizedFormat::kFp8Rowwise;
+  EXPECT_EQ(refusal(low, rows),
+            "INVALID_ARGUMENT: row_scales: expected F32 [1, 1], got F8_E8M0 [1, 1]");
+  rows.scales = Tensor(DType::kF32, {1, 1});
+  rows.scales.as<float>()[0] = 1.0f;
+  EXPECT_EQ(refusal(low, rows), "OK");
+  rows.dtype = DType::kI32;
+  EXPECT_EQ(refusal(low, rows), "INVALID_ARGUMENT: rows.dtype: expected F32, BF16 or F16, got I32");
 }
 
 TEST(Layers, RefusesWhatIsNoLayer) {

@@ -347,6 +347,29 @@ TEST(LowPrecision, EveryMxfp4Weight) {
   EXPECT_EQ(Bits(FloatFromMxfp4(one, 1)), Bits(-std::numeric_limits<float>::min()));
 }
 
+// Equal but for what is smaller than the smallest normal number: zero, with the code's sign.
+TEST(LowPrecision, EveryMxfp8Code) {
+  const nlohmann::json golden = LowPrecisionGolden();
+  const auto check = [&golden] {
+    int compared = 0;
+    for (const auto& [scale, products] : golden["mxfp8"].items()) {
+      for (int code = 0; code < 256; ++code) {
+        if (products[code].is_null()) continue;  // not finite
+        float exact = FromBits(products[code].get<uint32_t>());
+        if ((Bits(exact) & 0x7fffffffu) < 0x00800000u) exact = (code & 0x80) != 0 ? -0.0f : 0.0f;
+        const float given =
+            FloatFromMxfp8(static_cast<uint8_t>(code), static_cast<uint8_t>(std::stoi(scale)));
+        EXPECT_EQ(Bits(given), Bits(exact)) << code << ", " << scale;
+        ++compared;
+      }
+    }
+    EXPECT_EQ(compared, 10 * 254 - 2 * 7) << "with scale 247 codes above 240 are not finite";
+  };
+  check();
+  const ScopedFlushDenormals flush;
+  check();
+}
+
 TEST(Conversions, DoNotDependOnFlushing) {
   const ScopedFlushDenormals flush;
   EXPECT_EQ(Bits(FloatFromBF16(0x0001)), 0x00010000u);

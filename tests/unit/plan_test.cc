@@ -157,6 +157,30 @@ TEST(PlanRound, NoTokensNoSlices) {
   EXPECT_THAT(plan.pairs, IsEmpty());
 }
 
+// Groups without rows get a block of padding on servers that have rows; the rest stays as it is.
+TEST(PlanRound, EmptyExpertsMayGetABlock) {
+  const std::vector<int32_t> ids = {0, 4, 4, 0, 0, 4};  // of experts 0 to 6
+  const std::vector<int32_t> servers = {0, 0, -1, 1, 1, 2, kRouterItself};
+  const RoundPlan plain = Plan(ids, 2, servers, 4);
+  const auto plan = PlanRound(ids, 2, servers, 4, EmptyExperts::kOneBlock);
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  ASSERT_EQ(plan->slices.size(), 2u);
+  EXPECT_THAT(plan->slices[0].expert_ids, ElementsAre(0, 1));
+  EXPECT_THAT(plan->slices[0].m_sizes, ElementsAre(4, 4));
+  EXPECT_THAT(plan->slices[0].gather, ElementsAre(0, 1, 2, -1, -1, -1, -1, -1));
+  EXPECT_THAT(plan->slices[1].expert_ids, ElementsAre(3, 4));
+  EXPECT_THAT(plan->slices[1].m_sizes, ElementsAre(4, 4));
+  EXPECT_THAT(plan->slices[1].gather, ElementsAre(-1, -1, -1, -1, 0, 1, 2, -1));
+  for (size_t s = 0; s < 2; ++s) EXPECT_EQ(plan->slices[s].num_pairs, 3);
+  for (size_t pair = 0; pair < ids.size(); ++pair) {
+    EXPECT_EQ(plan->pairs[pair].slice, plain.pairs[pair].slice);
+    EXPECT_EQ(plan->pairs[pair].row, plain.pairs[pair].row);
+  }
+  // Without padding there are no blocks.
+  EXPECT_THAT(PlanRound(ids, 2, servers, 1, EmptyExperts::kOneBlock)->slices[0].expert_ids,
+              ElementsAre(0));
+}
+
 TEST(PlanRound, RefusesExpertsWithoutServer) {
   // An expert without a server does no harm while nobody asks for it.
   EXPECT_TRUE(PlanRound(std::vector<int32_t>{0, 2}, 2, {0, -1, 1}, 1).ok());

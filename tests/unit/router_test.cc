@@ -128,8 +128,8 @@ TEST_F(RouterTest, SlicesAreWhatTheWireContractSays) {
     EXPECT_EQ(slice.layer, kLayer);
     EXPECT_EQ(slice.placement_epoch, router->membership()->epoch());
     EXPECT_EQ(slice.deadline, call.deadline);
-    EXPECT_EQ(slice.rows.dtype(), DType::kBF16);
-    EXPECT_LE(slice.rows.dim(0), 10);
+    EXPECT_EQ(slice.rows.values.dtype(), DType::kBF16);
+    EXPECT_LE(slice.rows.values.dim(0), 10);
     EXPECT_EQ(slice.expert_ids.size(), slice.m_sizes.size());
     for (const int32_t row : slice.gather) EXPECT_GE(row, 0);  // no padding
   }

@@ -120,7 +120,8 @@ TYPED_TEST_SUITE(TensorCodecTest, Messages);
 TYPED_TEST(TensorCodecTest, IsThatOfTheGeneratedCode) {
   const std::vector<std::vector<int64_t>> shapes = {{},     {0},       {1},       {5},      {0, 8},
                                                     {3, 8}, {300, 70}, {2, 3, 4}, {2, 0, 4}};
-  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16, DType::kI32, DType::kI64}) {
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16, DType::kI32, DType::kI64,
+                            DType::kF8_E4M3, DType::kF8_E8M0}) {
     for (const std::vector<int64_t>& shape : shapes) {
       for (const bool with_header : {true, false}) {
         SCOPED_TRACE(absl::StrCat(NameOf(dtype), " ", ShapeToString(shape)));
@@ -346,10 +347,12 @@ TEST(TensorCodec, RefusalsNameTheField) {
   const std::string four = LengthDelimited(kData, "1234");
   EXPECT_EQ(Refusal(f32 + shape({1}) + four), "accepted");
   EXPECT_EQ(Refusal(shape({1}) + four),
-            "INVALID_ARGUMENT: rows.dtype: expected one of F32, BF16, F16, I32, I64, got 0");
+            "INVALID_ARGUMENT: rows.dtype: expected one of F32, BF16, F16, I32, I64, F8_E4M3, "
+            "F8_E8M0, got 0");
   EXPECT_EQ(Refusal(""), Refusal(shape({0})));
   EXPECT_EQ(Refusal(Number(kDtype, 99) + shape({1}) + four),
-            "INVALID_ARGUMENT: rows.dtype: expected one of F32, BF16, F16, I32, I64, got 99");
+            "INVALID_ARGUMENT: rows.dtype: expected one of F32, BF16, F16, I32, I64, F8_E4M3, "
+            "F8_E8M0, got 99");
   EXPECT_EQ(Refusal(f32 + shape({2}) + four),
             "INVALID_ARGUMENT: rows.data: expected 8 bytes for F32 [2], got 4");
   EXPECT_EQ(Refusal(f32 + shape({1})),

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -11,8 +12,11 @@
 #include "client/cli/bench/synthetic_model.h"
 #include "common/kernels/compute_pool.h"
 #include "common/kernels/for_loop_gemm.h"
+#include "common/kernels/for_loop_quantize.h"
 #include "common/kernels/grouped_gemm.h"
+#include "common/kernels/quantize.h"
 #include "common/numerics/flush_denormals.h"
+#include "common/quantized_format.h"
 #include "common/status.h"
 
 namespace expertmesh {
@@ -29,20 +33,43 @@ struct Options {
   std::vector<std::string> isas;  // empty: all of this processor
 };
 
+// Weights, and the rows that go with them: hidden states, or what those are quantised to.
+struct GemmFormat {
+  BenchFormat weights;
+  std::optional<QuantizedFormat> rows = std::nullopt;
+};
+
+absl::StatusOr<GemmFormat> ParseGemmFormat(const std::string& name) {
+  for (const QuantizedFormat format :
+       {QuantizedFormat::kFp8Rowwise, QuantizedFormat::kFp8Block128, QuantizedFormat::kMxfp8}) {
+    if (name != NameOf(format)) continue;
+    return GemmFormat{{NameOf(format), WeightFormatOf(format), DType::kF8_E4M3, DType::kBF16},
+                      format};
+  }
+  auto weights = ParseBenchFormat("formats", name);
+  if (weights.ok()) return GemmFormat{*weights};
+  return absl::InvalidArgumentError(
+      absl::StrCat("formats: expected bf16, fp32, f16, fp8, fp8_row, mxfp4, fp8_rowwise, "
+                   "fp8_block128 or mxfp8, got \"",
+                   name, "\""));
+}
+
 // One format: as many matrices as fill --weights-mib, so that none is in a cache when its turn
 // comes, and rows for all of them.
 class GemmBench {
  public:
-  GemmBench(const Options& options, const BenchFormat& format, ComputePool* pool)
-      : format_(format),
+  GemmBench(const Options& options, const GemmFormat& format, ComputePool* pool)
+      : format_(format.weights),
+        rows_(format.rows),
         n_(options.n),
         k_(options.k),
         num_(((options.weights_mib << 20) + BytesOfMatrix() - 1) / BytesOfMatrix()),
         pool_(pool),
         scratch_(pool->threads()),
-        weights_(format.format, format.dtype, num_, n_, k_),
-        matrix_(RandomWeights(format, n_, k_, 0.02f, /*seed=*/1)),
-        input_(RandomNormal(format.activations, {MaxRows(options), k_}, 1, /*seed=*/2)) {
+        weights_(format_.format, format_.dtype, num_, n_, k_),
+        matrix_(RandomWeights(format_, n_, k_, 0.02f, /*seed=*/1)),
+        input_(RandomNormal(format_.activations, {MaxRows(options), k_}, 1, /*seed=*/2)) {
+    if (rows_.has_value()) Quantize();
     // The same values for all, which no kernel notices; each at a place of its own.
     const double start = Now();
     pool_->Run([this](int thread) {
@@ -58,7 +85,7 @@ class GemmBench {
   double flops(int64_t rows) const { return 2.0 * static_cast<double>(num_ * rows * n_ * k_); }
 
   // Every matrix multiplies `rows` rows of its own; the rows are brought to the kernel's form on
-  // the way, as in a server.
+  // the way, as in a server, quantised ones from their codes.
   absl::Status Run(Isa isa, int64_t rows) {
     const DType activations = format_.activations;
     const DType row_dtype = GemmRowDType(isa, format_.dtype, activations);
@@ -68,12 +95,21 @@ class GemmBench {
     auto* const y = reinterpret_cast<float*>(y_.Get(total * n_ * sizeof(float)));
     std::vector<GemmGroup> groups;
     for (int64_t i = 0; i < num_; ++i) AddGroups(i, i * rows, rows, &groups);
-    GroupedGemm gemm(
-        {isa, &weights_, groups, x, row_dtype, GemmOutput::kRows, RowFormat::kF32, y, n_});
+    GroupedGemm::Args args = {
+        isa, &weights_, groups, x, row_dtype, GemmOutput::kRows, RowFormat::kF32, y, n_};
+    const int64_t per_row = HasFactors() ? scales_.dim(1) : 0;
+    auto* const x_scales = reinterpret_cast<float*>(x_scales_.Get(total * per_row * sizeof(float)));
+    if (HasFactors()) args.x_scales = x_scales;
+    GroupedGemm gemm(args);
     const int64_t threads = pool_->threads();
     pool_->Run([&](int thread) {
       for (int64_t r = total * thread / threads; r < total * (thread + 1) / threads; ++r) {
-        LoadGemmRow(isa, activations, Row(r), k_, row_dtype, x + r * row_bytes);
+        if (!rows_.has_value()) {
+          LoadGemmRow(isa, activations, Row(r), k_, row_dtype, x + r * row_bytes);
+          continue;
+        }
+        LoadQuantizedGemmRow(isa, *rows_, Codes(r), Scales(r), k_, row_dtype, x + r * row_bytes);
+        if (HasFactors()) std::memcpy(x_scales + r * per_row, Scales(r), per_row * sizeof(float));
       }
       pool_->Barrier();
       gemm.Run(scratch_[thread], [] { return false; });
@@ -90,8 +126,13 @@ class GemmBench {
     const auto* const y = reinterpret_cast<const float*>(y_.Get(0));
     std::vector<float> x(k_), expected(n_);
     for (const int64_t row : {int64_t{0}, num_ * rows / 2, num_ * rows - 1}) {
-      for (int64_t i = 0; i < k_; ++i) x[i] = LoadFloat(format_.activations, Row(row), i);
-      ForLoopMatVec(x.data(), View(), expected.data());
+      if (rows_.has_value()) {
+        ForLoopDequantizeRow(*rows_, Codes(row), Scales(row), k_, x.data());
+      } else {
+        for (int64_t i = 0; i < k_; ++i) x[i] = LoadFloat(format_.activations, Row(row), i);
+      }
+      ForLoopMatVec(x.data(), View(), expected.data(),
+                    HasFactors() ? reinterpret_cast<const float*>(Scales(row)) : nullptr);
       if (std::memcmp(expected.data(), y + row * n_, n_ * sizeof(float)) != 0) {
         return absl::InternalError(absl::StrCat("row ", row, " of ", format_.name, " on ",
                                                 NameOf(isa), " differs from the reference"));
@@ -108,20 +149,38 @@ class GemmBench {
     return input_.data() + row % input_.dim(0) * k_ * BytesOf(format_.activations);
   }
 
+  void Quantize() {
+    codes_ = Tensor(DType::kF8_E4M3, input_.shape());
+    scales_ = Tensor(ScaleDType(*rows_), {input_.dim(0), ScalesPerRow(*rows_, k_)});
+    QuantizeRows(BestIsa(), {*rows_, input_.dtype(), input_.data(), input_.dim(0), k_,
+                             codes_.as<uint8_t>(), scales_.data()});
+  }
+  const uint8_t* Codes(int64_t row) const {
+    return codes_.as<uint8_t>() + row % input_.dim(0) * k_;
+  }
+  const std::byte* Scales(int64_t row) const {
+    return scales_.data() + row % input_.dim(0) * scales_.dim(1) * BytesOf(scales_.dtype());
+  }
+  // Whether rows have scales that the GEMM applies.
+  bool HasFactors() const { return rows_.has_value() && scales_.dtype() == DType::kF32; }
+
   int64_t BytesOfMatrix() const {
-    const int64_t scales = format_.format == WeightFormat::kMxfp4 ? n_ * k_ / kMxBlockK : 0;
+    const bool exponents = ScaleDType(format_.format) == DType::kU8;
+    const int64_t scales = exponents ? n_ * k_ / kMxBlockK : 0;
     return n_ * k_ * BitsOf(format_.dtype) / 8 + scales;
   }
   WeightView View() const { return {format_.format, matrix_.values, matrix_.scales}; }
 
   const BenchFormat format_;
+  const std::optional<QuantizedFormat> rows_;
   const int64_t n_, k_, num_;
   ComputePool* const pool_;
   std::vector<Workspace> scratch_;
   PackedWeights weights_;
   const BenchWeights matrix_;
   const Tensor input_;
-  Workspace x_, y_;
+  Tensor codes_, scales_;  // of input_, where it is quantised
+  Workspace x_, x_scales_, y_;
   double pack_seconds_ = 0;
 };
 
@@ -132,10 +191,10 @@ absl::Status Run(const Options& options) {
     isas.push_back(isa);
   }
   if (isas.empty()) isas = SupportedIsas();
-  std::vector<BenchFormat> formats;
+  std::vector<GemmFormat> formats;
   for (const std::string& name : options.formats) {
-    ASSIGN_OR_RETURN(const BenchFormat format, ParseBenchFormat("formats", name));
-    if (format.format == WeightFormat::kMxfp4 && options.k % 2 == 1) {
+    ASSIGN_OR_RETURN(const GemmFormat format, ParseGemmFormat(name));
+    if (format.weights.format == WeightFormat::kMxfp4 && options.k % 2 == 1) {
       return absl::InvalidArgumentError(
           absl::StrCat("k: expected an even number for mxfp4, got ", options.k));
     }
@@ -144,9 +203,10 @@ absl::Status Run(const Options& options) {
   Probe probe(options.threads, static_cast<size_t>(options.common.probe_mib) << 20);
   ComputePool pool(options.threads);
   Report report("gemm");
-  for (const BenchFormat& format : formats) {
+  for (const GemmFormat& gemm_format : formats) {
+    const BenchFormat& format = gemm_format.weights;
     ShowProgress(absl::StrCat("packing weights in ", format.name));
-    GemmBench bench(options, format, &pool);
+    GemmBench bench(options, gemm_format, &pool);
     for (const int64_t rows : options.rows) {
       std::vector<BenchCase> cases;
       for (const Isa isa : isas) {
@@ -185,8 +245,9 @@ Command AddBenchGemm(CLI::App& app) {
       "matrix\n"
       "is visited once, with as many rows of its own as --rows says. Hidden states have the dtype "
       "of\n"
-      "the weights, BF16 for fp8 (scales of blocks), fp8_row and mxfp4. The instruction sets take\n"
-      "turns, and each has to give the bits of the scalar reference first.\n\n"
+      "the weights, BF16 for fp8 (scales of blocks), fp8_row and mxfp4; they are quantised as the\n"
+      "weights are for fp8_rowwise, fp8_block128 and mxfp8. The instruction sets take turns, and\n"
+      "each has to give the bits of the scalar reference first.\n\n"
       "  expertmesh bench gemm --formats bf16 --isa avx2,avx512bf16 --rows 1,64\n"
       "  expertmesh bench gemm --n 1536 --k 2048 --threads 1\n\n"
       "Few rows are bound by memory (one row takes two operations for each weight read), many by "
@@ -208,7 +269,8 @@ Command AddBenchGemm(CLI::App& app) {
       ->capture_default_str()
       ->check(CLI::Range(1, 1 << 16));
   app.add_option("--formats", options->formats,
-                 "of the weights, separated by commas: bf16, fp32, f16, fp8, fp8_row, mxfp4")
+                 "separated by commas: bf16, fp32, f16, fp8, fp8_row, mxfp4, fp8_rowwise, "
+                 "fp8_block128, mxfp8")
       ->delimiter(',')
       ->capture_default_str();
   app.add_option("--isa", options->isas,

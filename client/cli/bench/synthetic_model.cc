@@ -49,6 +49,7 @@ nlohmann::ordered_json QuantizationConfig(WeightFormat format) {
                   {"weights", {{"num_bits", 8}, {"type", "float"}, {"strategy", "channel"}}}}}}}};
     case WeightFormat::kMxfp4:
       return {{"quant_method", "mxfp4"}};
+    case WeightFormat::kMxfp8:  // in no file
     case WeightFormat::kPlain:
       break;
   }
@@ -171,7 +172,7 @@ BenchWeights RandomWeights(const BenchFormat& format, int64_t n, int64_t k, floa
   }
   const double scale = deviation / std::sqrt(squares);
   for (int64_t i = 0; i < weights.scales.num_elements(); ++i) {
-    if (mxfp4) {
+    if (weights.scales.dtype() == DType::kU8) {
       weights.scales.as<uint8_t>()[i] =
           static_cast<uint8_t>(std::clamp<int>(127 + std::lround(std::log2(scale)), 1, 252));
     } else {

@@ -57,7 +57,7 @@ struct BenchWeights {
 };
 
 // Weights of that standard deviation. Codes of quantised formats are evenly distributed; fp8 has
-// one scale for all blocks, MXFP4 one scale that is nearly right.
+// one scale for all blocks, MXFP4 and MXFP8 one that is nearly right.
 BenchWeights RandomWeights(const BenchFormat& format, int64_t n, int64_t k, float deviation,
                            uint64_t seed);
 

@@ -51,7 +51,7 @@ class UncomputedExperts final : public Experts {
     asm volatile("" : : "r"(static_cast<int>(sum)));
     const int64_t pairs = std::count_if(batch.gather.begin(), batch.gather.end(),
                                         [](int32_t row) { return row >= 0; });
-    std::memset(output, kRelayFill, pairs * hidden_size_ * BytesOf(ReplyDType(batch.rows.dtype)));
+    std::memset(output, kRelayFill, pairs * hidden_size_ * BytesOf(ReplyDType(batch.dtype())));
     return absl::OkStatus();
   }
 

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "common/kernels/for_loop_gemm.h"
+#include "common/kernels/for_loop_quantize.h"
 #include "common/numerics/activation.h"
 #include "common/numerics/flush_denormals.h"
 #include "common/status.h"
@@ -70,12 +71,13 @@ class ForLoopExperts : public Experts {
     if (!prepared_) return absl::FailedPreconditionError("the layer has not been prepared");
     const int64_t hidden_size = descriptor_.hidden_size;
     const int64_t intermediate_size = descriptor_.intermediate_size;
-    const WeightFormat format = descriptor_.weight_format;
     const ScopedFlushDenormals flush;
-    const DType reply = ReplyDType(batch.rows.dtype);
+    const DType reply = ReplyDType(batch.dtype());
     const ActivationFunction activation = ActivationOf(descriptor_);
     std::vector<float> x(hidden_size), gate_up(GateUpRows(descriptor_)), h(intermediate_size),
         y(hidden_size);
+    std::vector<uint8_t> codes(intermediate_size);
+    std::vector<float> scales(intermediate_size);  // more than there can be, of either kind
     int64_t position = 0;
     int64_t reply_row = 0;
     for (size_t group = 0; group < batch.experts.size(); ++group) {
@@ -86,19 +88,30 @@ class ForLoopExperts : public Experts {
         }
         const int64_t row = batch.gather[position];
         if (row < 0) continue;
-        for (int64_t d = 0; d < hidden_size; ++d) {
-          x[d] = LoadFloat(batch.rows.dtype, batch.rows.data, row * hidden_size + d);
+        const float* x_scales = nullptr;
+        if (descriptor_.row_format) {
+          x_scales = LoadQuantized(static_cast<const uint8_t*>(batch.rows.data) + row * hidden_size,
+                                   ScalesOf(batch.row_scales, row), hidden_size, x.data());
+        } else {
+          for (int64_t d = 0; d < hidden_size; ++d) {
+            x[d] = LoadFloat(batch.rows.dtype, batch.rows.data, row * hidden_size + d);
+          }
         }
         if (!batch.input_weights.empty()) {
           Multiply(batch.input_weights[position], hidden_size, x.data());
           Round(reply, hidden_size, x.data());
         }
-        ForLoopMatVec(x.data(), {format, expert.gate_up, expert.gate_up_scales}, gate_up.data());
-        AddBias(expert.gate_up_bias, gate_up.data());
+        Project(x.data(), x_scales, expert.gate_up, expert.gate_up_scales, expert.gate_up_bias,
+                gate_up.data());
         ActivateRow(activation, gate_up.data(), intermediate_size, h.data());
         Round(reply, intermediate_size, h.data());
-        ForLoopMatVec(h.data(), {format, expert.down, expert.down_scales}, y.data());
-        AddBias(expert.down_bias, y.data());
+        const float* h_scales = nullptr;
+        if (descriptor_.row_format) {
+          ForLoopQuantizeRows({*descriptor_.row_format, DType::kF32, h.data(), /*rows=*/1,
+                               intermediate_size, codes.data(), scales.data()});
+          h_scales = LoadQuantized(codes.data(), scales.data(), intermediate_size, h.data());
+        }
+        Project(h.data(), h_scales, expert.down, expert.down_scales, expert.down_bias, y.data());
         for (int64_t d = 0; d < hidden_size; ++d) {
           StoreFloat(reply, output, reply_row * hidden_size + d, y[d]);
         }
@@ -109,6 +122,27 @@ class ForLoopExperts : public Experts {
   }
 
  private:
+  // The scales of one row.
+  static const void* ScalesOf(const TensorView& scales, int64_t row) {
+    return static_cast<const std::byte*>(scales.data) +
+           row * scales.shape[1] * BytesOf(scales.dtype);
+  }
+
+  // A quantised row as it is multiplied; returns the scales that are left to be applied, or null.
+  const float* LoadQuantized(const uint8_t* codes, const void* scales, int64_t k,
+                             float* values) const {
+    const QuantizedFormat format = *descriptor_.row_format;
+    ForLoopDequantizeRow(format, codes, scales, k, values);
+    return ScaleDType(format) == DType::kF32 ? static_cast<const float*>(scales) : nullptr;
+  }
+
+  // y = W x + bias.
+  void Project(const float* x, const float* x_scales, const Tensor& weights,
+               const Tensor& weight_scales, const Tensor& bias, float* y) const {
+    ForLoopMatVec(x, {descriptor_.weight_format, weights, weight_scales}, y, x_scales);
+    AddBias(bias, y);
+  }
+
   const ExpertDescriptor descriptor_;
   std::vector<ExpertWeights> experts_;
   bool prepared_ = false;

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <optional>
 #include <utility>
 
+#include "common/kernels/quantize.h"
 #include "common/status.h"
 
 namespace expertmesh {
@@ -21,6 +23,7 @@ class GroupedExperts : public Experts {
                  std::shared_ptr<GroupedContext> context)
       : hidden_size_(descriptor.hidden_size),
         intermediate_size_(descriptor.intermediate_size),
+        row_format_(descriptor.row_format),
         activation_(ActivationOf(descriptor)),
         context_(std::move(context)),
         gate_up_(descriptor.weight_format, descriptor.weight_dtype, num_experts,
@@ -61,7 +64,7 @@ class GroupedExperts : public Experts {
       size_t end = begin;
       int64_t rows = 0;
       while (end < context.groups.size() &&
-             (end == begin || rows + context.groups[end].rows <= MaxRows(batch.rows.dtype))) {
+             (end == begin || rows + context.groups[end].rows <= MaxRows(batch.dtype()))) {
         context.groups[end].first_row = rows;
         rows += context.groups[end].rows;
         ++end;
@@ -100,7 +103,8 @@ class GroupedExperts : public Experts {
   }
 
   DType RowDType(DType activations) const {
-    return GemmRowDType(context_->isa, gate_up_.dtype(), activations);
+    // Quantised rows are exact in BF16.
+    return GemmRowDType(context_->isa, gate_up_.dtype(), row_format_ ? DType::kBF16 : activations);
   }
   int64_t XBytes(DType activations) const {
     return GemmRowBytes(RowDType(activations), hidden_size_);
@@ -109,8 +113,111 @@ class GroupedExperts : public Experts {
     return GemmRowBytes(RowDType(activations), intermediate_size_);
   }
   int64_t MaxRows(DType activations) const {
-    return std::max(int64_t{1},
-                    context_->portion_bytes / (XBytes(activations) + HBytes(activations)));
+    int64_t bytes = XBytes(activations) + HBytes(activations);
+    if (row_format_) bytes += QuantizedLayout(*this, activations, /*rows=*/1).bytes;
+    return std::max(int64_t{1}, context_->portion_bytes / bytes);
+  }
+
+  // Where things are in the workspace `quantized`, of a portion of `rows` rows: offsets in bytes.
+  struct QuantizedLayout {
+    QuantizedLayout(const GroupedExperts& experts, DType activations, int64_t rows) {
+      const QuantizedFormat format = *experts.row_format_;
+      const auto take = [this](int64_t size) {
+        constexpr int64_t kCacheLine = 64;
+        const int64_t at = bytes;
+        bytes += (size + kCacheLine - 1) / kCacheLine * kCacheLine;
+        return at;
+      };
+      h_stride = (experts.intermediate_size_ + kPanelColumns - 1) / kPanelColumns * kPanelColumns;
+      if (ScaleDType(format) == DType::kF32) {
+        x_scales_per_row = ScalesPerRow(format, experts.hidden_size_);
+        h_scales_per_row = ScalesPerRow(format, experts.intermediate_size_);
+      }
+      h = take(rows * h_stride * BytesOf(ReplyDType(activations)));
+      x_scales = take(rows * x_scales_per_row * BytesOf(DType::kF32));
+      h_scales = take(rows * h_scales_per_row * BytesOf(DType::kF32));
+    }
+
+    // F32 scales of a row, which the GEMM applies; 0 where its rows have them already.
+    int64_t x_scales_per_row = 0;
+    int64_t h_scales_per_row = 0;
+    int64_t h_stride = 0;  // elements from a row of h to the next
+    int64_t h = 0;         // [rows, h_stride], before it is quantised
+    int64_t x_scales = 0;
+    int64_t h_scales = 0;
+    int64_t bytes = 0;
+  };
+
+  // The memory of one portion.
+  struct Portion {
+    std::byte* x = nullptr;  // rows that the GEMMs read
+    std::byte* h = nullptr;
+    // In low precision.
+    std::byte* plain_h = nullptr;
+    int64_t plain_h_bytes = 0;  // from a row to the next
+    float* x_scales = nullptr;  // null: there are none to apply
+    float* h_scales = nullptr;
+  };
+
+  Portion MemoryOf(DType activations, int64_t rows, GroupedContext& context) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(context.mutex) {
+    Portion portion;
+    portion.x = context.x.Get(static_cast<size_t>(rows * XBytes(activations)));
+    portion.h = context.h.Get(static_cast<size_t>(rows * HBytes(activations)));
+    // Here, where a lack of memory can still be reported: the pool's work must not throw.
+    size_t scratch = kGemmScratchBytes;
+    if (row_format_) {
+      const QuantizedLayout layout(*this, activations, rows);
+      std::byte* const memory = context.quantized.Get(static_cast<size_t>(layout.bytes));
+      portion.plain_h = memory + layout.h;
+      portion.plain_h_bytes = layout.h_stride * BytesOf(ReplyDType(activations));
+      if (layout.x_scales_per_row > 0) {
+        portion.x_scales = reinterpret_cast<float*>(memory + layout.x_scales);
+        portion.h_scales = reinterpret_cast<float*>(memory + layout.h_scales);
+      }
+      // Codes of one row and scales, which are fewer.
+      scratch = std::max(scratch, static_cast<size_t>(2 * intermediate_size_));
+    }
+    for (Workspace& memory : context.scratch) memory.Get(scratch);
+    return portion;
+  }
+
+  // Brings the input of row r of a portion, row `source` of the batch, to where it is multiplied.
+  void LoadX(const ExpertBatch& batch, int64_t source, const float* weight, int64_t r,
+             const Portion& portion) const {
+    const Isa isa = context_->isa;
+    const DType row_dtype = RowDType(batch.dtype());
+    std::byte* const to = portion.x + r * XBytes(batch.dtype());
+    const std::byte* const row = static_cast<const std::byte*>(batch.rows.data) +
+                                 source * hidden_size_ * BytesOf(batch.rows.dtype);
+    if (row_format_) {
+      const int64_t per_row = ScalesPerRow(*row_format_, hidden_size_);
+      const std::byte* const scales = static_cast<const std::byte*>(batch.row_scales.data) +
+                                      source * per_row * BytesOf(batch.row_scales.dtype);
+      LoadQuantizedGemmRow(isa, *row_format_, reinterpret_cast<const uint8_t*>(row), scales,
+                           hidden_size_, row_dtype, to);
+      if (portion.x_scales != nullptr) {
+        std::memcpy(portion.x_scales + r * per_row, scales, per_row * sizeof(float));
+      }
+    } else if (weight != nullptr) {
+      LoadWeighedGemmRow(isa, batch.dtype(), row, hidden_size_, *weight, row_dtype, to);
+    } else {
+      LoadGemmRow(isa, batch.dtype(), row, hidden_size_, row_dtype, to);
+    }
+  }
+
+  // Quantises row r of the activations. `scratch`: 2 F bytes.
+  void QuantizeH(DType activations, int64_t r, const Portion& portion, std::byte* scratch) const {
+    auto* const codes = reinterpret_cast<uint8_t*>(scratch);
+    void* scales = scratch + intermediate_size_;
+    if (portion.h_scales != nullptr) {
+      scales = portion.h_scales + r * ScalesPerRow(*row_format_, intermediate_size_);
+    }
+    QuantizeRows(context_->isa, {*row_format_, ReplyDType(activations),
+                                 portion.plain_h + r * portion.plain_h_bytes, /*rows=*/1,
+                                 intermediate_size_, codes, scales});
+    LoadQuantizedGemmRow(context_->isa, *row_format_, codes, scales, intermediate_size_,
+                         RowDType(activations), portion.h + r * HBytes(activations));
   }
 
   // Gather, gate and up, activation, down for the positions [first_row, first_row + rows); false
@@ -118,56 +225,57 @@ class GroupedExperts : public Experts {
   bool Compute(const ExpertBatch& batch, absl::Span<const GemmGroup> groups, int64_t first_row,
                int64_t rows, void* output, GroupedContext& context) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(context.mutex) {
-    const Isa isa = context.isa;
-    const DType activations = batch.rows.dtype;
+    const DType activations = batch.dtype();
     const DType reply = ReplyDType(activations);
-    const DType row_dtype = RowDType(activations);
-    const int64_t x_bytes = XBytes(activations);
-    const int64_t h_bytes = HBytes(activations);
-    std::byte* const x = context.x.Get(static_cast<size_t>(rows * x_bytes));
-    std::byte* const h = context.h.Get(static_cast<size_t>(rows * h_bytes));
-    // h is rounded to the request's dtype, and stored as the next GEMM reads it.
-    const RowFormat h_format = GemmRowFormat(activations, row_dtype);
-    const RowFormat y_format = reply == DType::kBF16 ? RowFormat::kBF16 : RowFormat::kF32;
-    std::byte* const y =
-        static_cast<std::byte*>(output) + first_row * hidden_size_ * BytesOf(reply);
+    const Portion portion = MemoryOf(activations, rows, context);
     const auto address = [](const std::optional<PackedBias>& bias) {
       return bias ? &*bias : nullptr;
     };
-    GroupedGemm up({isa, &gate_up_, groups, x, row_dtype, GemmOutput::kActivated, h_format, h,
-                    h_bytes / BytesOf(row_dtype), activation_, address(gate_up_bias_)});
-    GroupedGemm down({isa,
-                      &down_,
-                      groups,
-                      h,
-                      row_dtype,
-                      GemmOutput::kRows,
-                      y_format,
-                      y,
-                      hidden_size_,
-                      {},
-                      address(down_bias_)});
-    const absl::Span<const int32_t> source =
-        absl::MakeConstSpan(context.source).subspan(first_row, rows);
-    absl::Span<const float> weights = context.weights;
-    if (!weights.empty()) weights = weights.subspan(first_row, rows);
-    const auto* const from = static_cast<const std::byte*>(batch.rows.data);
-    const int64_t from_bytes = hidden_size_ * BytesOf(activations);
+    GroupedGemm::Args args = {};
+    args.isa = context.isa;
+    args.groups = groups;
+    args.row_dtype = RowDType(activations);
+
+    args.weights = &gate_up_;
+    args.x = portion.x;
+    args.x_scales = portion.x_scales;
+    args.bias = address(gate_up_bias_);
+    args.output = GemmOutput::kActivated;
+    args.activation = activation_;
+    if (row_format_) {
+      args.y = portion.plain_h;
+      args.format = RowFormatOf(reply);
+      args.y_stride = portion.plain_h_bytes / BytesOf(reply);
+    } else {
+      // h is rounded to the request's dtype, and stored as the next GEMM reads it.
+      args.y = portion.h;
+      args.format = GemmRowFormat(activations, args.row_dtype);
+      args.y_stride = HBytes(activations) / BytesOf(args.row_dtype);
+    }
+    GroupedGemm up(args);
+
+    args.weights = &down_;
+    args.x = portion.h;
+    args.x_scales = portion.h_scales;
+    args.bias = address(down_bias_);
+    args.output = GemmOutput::kRows;
+    args.activation = {};
+    args.y = static_cast<std::byte*>(output) + first_row * hidden_size_ * BytesOf(reply);
+    args.format = RowFormatOf(reply);
+    args.y_stride = hidden_size_;
+    GroupedGemm down(args);
+
+    const int32_t* const source = context.source.data() + first_row;
+    const float* const weights = context.weights.empty() ? nullptr : &context.weights[first_row];
     const std::function<bool()> go_on = [] { return false; };
     const int64_t threads = context.pool.threads();
     std::vector<Workspace>& scratch = context.scratch;
-    // Here, where a lack of memory can still be reported: work must not throw.
-    for (Workspace& memory : scratch) memory.Get(kGemmScratchBytes);
     const auto start = std::chrono::steady_clock::now();
     context.pool.Run([&](int thread) {
-      for (int64_t r = rows * thread / threads; r < rows * (thread + 1) / threads; ++r) {
-        const std::byte* const row = from + source[r] * from_bytes;
-        if (weights.empty()) {
-          LoadGemmRow(isa, activations, row, hidden_size_, row_dtype, x + r * x_bytes);
-        } else {
-          LoadWeighedGemmRow(isa, activations, row, hidden_size_, weights[r], row_dtype,
-                             x + r * x_bytes);
-        }
+      const int64_t begin = rows * thread / threads;
+      const int64_t end = rows * (thread + 1) / threads;
+      for (int64_t r = begin; r < end; ++r) {
+        LoadX(batch, source[r], weights == nullptr ? nullptr : weights + r, r, portion);
       }
       context.pool.Barrier();
       if (thread == 0 && batch.gather_ns != nullptr) {
@@ -178,13 +286,24 @@ class GroupedExperts : public Experts {
       const std::function<bool()>& stop = thread == 0 ? batch.stop : go_on;
       up.Run(scratch[thread], stop);
       context.pool.Barrier();
-      if (!up.stopped()) down.Run(scratch[thread], stop);
+      if (up.stopped()) return;
+      if (row_format_) {
+        std::byte* const memory = scratch[thread].Get(2 * intermediate_size_);
+        for (int64_t r = begin; r < end; ++r) QuantizeH(activations, r, portion, memory);
+        context.pool.Barrier();
+      }
+      down.Run(scratch[thread], stop);
     });
     return !up.stopped() && !down.stopped();
   }
 
+  static RowFormat RowFormatOf(DType reply) {
+    return reply == DType::kBF16 ? RowFormat::kBF16 : RowFormat::kF32;
+  }
+
   const int64_t hidden_size_;
   const int64_t intermediate_size_;
+  const std::optional<QuantizedFormat> row_format_;
   const ActivationFunction activation_;
   const std::shared_ptr<GroupedContext> context_;
   PackedWeights gate_up_;

@@ -27,6 +27,7 @@ struct GroupedContext {
   std::vector<Workspace> scratch ABSL_GUARDED_BY(mutex);  // by thread
   Workspace x ABSL_GUARDED_BY(mutex);
   Workspace h ABSL_GUARDED_BY(mutex);
+  Workspace quantized ABSL_GUARDED_BY(mutex);          // what low precision needs beside them
   std::vector<int32_t> source ABSL_GUARDED_BY(mutex);  // row of each position that is not padding
   std::vector<float> weights ABSL_GUARDED_BY(mutex);   // input weight of each, or empty
   std::vector<GemmGroup> groups ABSL_GUARDED_BY(mutex);

@@ -31,16 +31,16 @@ def binaries() -> Path:
 
 @pytest.fixture
 def cluster(binaries: Path, tmp_path_factory) -> Iterator[Callable[..., str]]:
-    """cluster(model_dir, servers=1) starts a router and expert servers; returns the router's HOST:PORT.
+    """cluster(model_dir, servers=1, *options) starts a router and expert servers; the router's HOST:PORT.
 
-    They get SIGTERM when the test is over, and have to exit with 0.
+    options: more of `serve`'s. They get SIGTERM when the test is over, and have to exit with 0.
     """
     started: list[tuple[subprocess.Popen, Path]] = []
 
-    def start(model_dir: Path, servers: int = 1) -> str:
+    def start(model_dir: Path, servers: int = 1, *options: str) -> str:
         log = tmp_path_factory.mktemp("cluster") / "log"
         command = [binaries / "expertmesh", "serve", "--model", model_dir]
-        command += ["--servers", str(servers), "--port", "0"]
+        command += ["--servers", str(servers), "--port", "0", *options]
         with log.open("wb") as errors:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors)
         started.append((process, log))

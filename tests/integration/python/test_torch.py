@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import DTYPES, FAMILIES, make_model, save, write_sparse
+from checks import refused, relative
 from expertmesh.torch import RemoteMoeBlock, from_pretrained, patch, unpatch
 from fake_router import FakeRouter, MoeLayer
 from transformers import AutoModelForCausalLM
@@ -36,10 +37,6 @@ def local(folder: Path, dtype: torch.dtype | None = None):
 
 def prompt(count: int = 2, length: int = 24, seed: int = 0) -> torch.Tensor:
     return torch.randint(1, 64, (count, length), generator=torch.Generator().manual_seed(seed))
-
-
-def relative(given: torch.Tensor, expected: torch.Tensor) -> float:
-    return (torch.linalg.norm(given.float() - expected.float()) / torch.linalg.norm(expected.float())).item()
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -242,14 +239,6 @@ def served(cluster, tmp_path):
     folder = save(model, tmp_path / "model")
     with expertmesh.Client(cluster(folder)) as client:
         yield model, folder, client
-
-
-def refused(call, *words: str, code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT) -> None:
-    with pytest.raises(expertmesh.Error) as caught:
-        call()
-    assert caught.value.code == code
-    for word in words:
-        assert word in caught.value.message
 
 
 def test_gradients_are_refused(served):

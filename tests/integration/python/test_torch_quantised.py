@@ -11,9 +11,10 @@ import expertmesh.torch
 import grpc
 import pytest
 import torch
+from checks import refused, relative
 from expertmesh.torch import from_pretrained
 from safetensors.torch import load_file, save_file
-from zoo import MODELS, Files, check_blocks, relative, save_quantised
+from zoo import MODELS, Files, check_blocks, save_quantised
 
 WHOLE_MODEL_BOUND = 1e-5
 IDS = torch.randint(1, 64, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -65,14 +66,6 @@ def served(cluster, tmp_path, written):
     folder = shutil.copytree(written, tmp_path / "copy")
     with expertmesh.Client(cluster(written)) as client:
         yield folder, client
-
-
-def refused(call, *words: str, code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT) -> None:
-    with pytest.raises(expertmesh.Error) as caught:
-        call()
-    assert caught.value.code == code
-    for word in words:
-        assert word in caught.value.message
 
 
 def test_unknown_quantisations_are_refused_by_name(served):

@@ -10,9 +10,10 @@ import expertmesh
 import expertmesh.torch
 import pytest
 import torch
+from checks import relative
 from expertmesh.torch import RemoteMoeBlock, from_pretrained, patch, unpatch
 from transformers import CONFIG_MAPPING
-from zoo import FAMILIES, Files, check_blocks, make_model, moe_blocks, relative, rows, save
+from zoo import FAMILIES, Files, check_blocks, make_model, moe_blocks, rows, save
 
 WHOLE_MODEL_BOUND = 1e-5
 # Each family's shapes (experts and top_k) in turn, in another dtype and layout.

@@ -12,6 +12,7 @@ import expertmesh
 import ml_dtypes
 import numpy as np
 import torch
+from checks import relative
 from safetensors.torch import load_file
 from torch import nn
 from zoo_formulas import FORMULAS, Result, block_output, dense_output
@@ -29,7 +30,6 @@ __all__ = [
     "dense_mlps",
     "make_model",
     "moe_blocks",
-    "relative",
     "rows",
     "run",
     "save",
@@ -113,10 +113,6 @@ class Files:
 
     def dense(self, layer: int, x: torch.Tensor) -> np.ndarray:
         return dense_output(FORMULAS[self.family], self.config, self.tensors, layer, x.double().numpy())
-
-
-def relative(given: torch.Tensor, expected: torch.Tensor) -> float:
-    return (torch.linalg.norm(given.float() - expected.float()) / torch.linalg.norm(expected.float())).item()
 
 
 def check_blocks(client: expertmesh.Client, model: nn.Module, files: Files) -> None:
