@@ -34,8 +34,7 @@ inline void AddPrecisionOptions(CLI::App& app, ModelSource* source) {
   app.add_option("--precision", source->precision,
                  "number format of the experts of MoE layers: native, fp8_rowwise, fp8_block128, "
                  "mxfp8 or mxfp8_rceil; of\nsome layers: mxfp8:layers=1,3-5. The same on router "
-                 "and servers")
-      ->default_str("native");
+                 "and servers (default: native, or the preset's own)");
   app.add_option("--pad-multiple", source->pad_multiple,
                  "pad the rows of each expert to this multiple, one of the format's own; 0: that. "
                  "The same on router and\nservers; no result depends on it")
@@ -43,16 +42,19 @@ inline void AddPrecisionOptions(CLI::App& app, ModelSource* source) {
       ->check(CLI::Range(int64_t{0}, int64_t{1} << 20));
 }
 
-// Adds --model and AddPrecisionOptions().
+// Adds --model, --preset and AddPrecisionOptions().
 inline void AddModelOptions(CLI::App& app, ModelSource* source) {
-  app.add_option("--model", source->folder, "Hugging Face model folder")->required();
+  app.add_option("--model", source->folder, "Hugging Face model folder");
+  app.add_option("--preset", source->preset,
+                 "instead of it, random weights in a shape that `expertmesh presets` names");
   AddPrecisionOptions(app, source);
 }
 
 // The arguments that say the same to another program.
 inline std::vector<std::string> ModelArguments(const ModelSource& source) {
-  std::vector<std::string> arguments = {"--model", source.folder, "--pad-multiple",
-                                        std::to_string(source.pad_multiple)};
+  std::vector<std::string> arguments = {"--pad-multiple", std::to_string(source.pad_multiple)};
+  if (!source.folder.empty()) arguments.insert(arguments.end(), {"--model", source.folder});
+  if (!source.preset.empty()) arguments.insert(arguments.end(), {"--preset", source.preset});
   if (!source.precision.empty()) {
     arguments.insert(arguments.end(), {"--precision", source.precision});
   }

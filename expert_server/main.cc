@@ -74,7 +74,7 @@ int Main(int argc, char** argv) {
   if (absl::Status status = InitProcess("expert-server"); !status.ok()) return Fail(status);
   StopSignals stop;
   spdlog::info("expertmesh-expert-server {}: model {}, shard {}/{}, {} threads, {} on {}",
-               VersionText(), model.folder, options.shard, options.num_shards,
+               VersionText(), NameOf(model), options.shard, options.num_shards,
                options.engine.threads, NameOf(options.engine.kind), NameOf(options.engine.isa));
   if (options.engine.kind == EngineKind::kForLoop) {
     spdlog::info("for_loop is scalar and has one thread, whatever --isa and --threads say");

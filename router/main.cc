@@ -81,7 +81,7 @@ int Main(int argc, char** argv) {
   };
   if (absl::Status status = InitProcess("router"); !status.ok()) return fail(status);
   StopSignals stop;
-  spdlog::info("expertmesh-router {}: model {}", VersionText(), model.folder);
+  spdlog::info("expertmesh-router {}: model {}", VersionText(), NameOf(model));
   absl::StatusOr<std::shared_ptr<const Checkpoint>> checkpoint = OpenModel(model);
   if (!checkpoint.ok()) return fail(checkpoint.status());
   absl::StatusOr<std::unique_ptr<RouterServer>> server =

@@ -19,6 +19,7 @@ using Command = std::function<int()>;
 Command AddServe(CLI::App& app);
 Command AddForward(CLI::App& app);
 Command AddInspect(CLI::App& app);
+Command AddPresets(CLI::App& app);
 Command AddStatus(CLI::App& app);
 Command AddTop(CLI::App& app);
 Command AddHealth(CLI::App& app);

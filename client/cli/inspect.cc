@@ -200,7 +200,8 @@ absl::Status Run(const Options& options) {
 
 Command AddInspect(CLI::App& app) {
   auto options = std::make_shared<Options>();
-  app.add_option("model", options->model.folder, "Hugging Face model folder")->required();
+  app.add_option("model", options->model.folder, "Hugging Face model folder");
+  app.add_option("--preset", options->model.preset, "instead of it, a preset's name");
   app.add_option("--servers", options->servers, "number of expert servers to plan for")
       ->capture_default_str()
       ->check(CLI::Range(1, 4096));

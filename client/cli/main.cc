@@ -33,6 +33,7 @@ int Main(int argc, char** argv) {
   add("serve", "Run a router and expert servers on this machine until SIGTERM", AddServe);
   add("forward", "Run one MoE layer on rows of a safetensors file", AddForward);
   add("inspect", "Describe a model folder without loading it", AddInspect);
+  add("presets", "List the models of random weights that need no files", AddPresets);
   add("status", "Show the servers of a cluster", AddStatus);
   add("top", "Show what a cluster does, every few seconds", AddTop);
   add("health", "Exit 0 when the cluster serves, 1 when not, 2 when no router answers", AddHealth);

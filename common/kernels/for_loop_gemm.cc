@@ -117,8 +117,15 @@ void ForLoopMatVec(const float* x, const WeightView& weights, float* y, const fl
     case WeightFormat::kMxfp8: {
       const auto* const scales = static_cast<const uint8_t*>(weights.scales.data);
       const int64_t blocks = ScalesPerRow(WeightFormat::kMxfp8, columns);
+      static const std::array<double, 256> kPowers = [] {
+        std::array<double, 256> powers;
+        for (int scale = 0; scale < 256; ++scale) powers[scale] = std::ldexp(1.0, scale - 127);
+        return powers;
+      }();
+      // FloatFromMxfp8: what is denormal in fp32 is flushed.
       const auto mxfp8 = [&](int64_t n, int64_t k) {
-        return FloatFromMxfp8(codes[n * columns + k], scales[n * blocks + k / kMxBlockK]);
+        const double power = kPowers[scales[n * blocks + k / kMxBlockK]];
+        return static_cast<float>(kE4M3[codes[n * columns + k]] * power);
       };
       return PairMatVec(x, rows, columns, 4, mxfp8, y);
     }

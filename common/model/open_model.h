@@ -11,12 +11,17 @@
 namespace expertmesh {
 
 struct ModelSource {
-  std::string folder = {};     // Hugging Face model folder
-  std::string precision = {};  // as ParsePrecision reads it; empty: native
+  std::string folder = {};     // Hugging Face model folder, or
+  std::string preset = {};     // the name of a preset
+  std::string precision = {};  // as ParsePrecision reads it; empty: native, or what the preset says
   int64_t pad_multiple = 0;    // as WithPrecision has it
 };
 
-// Errors of Checkpoint::Open, ParsePrecision and WithPrecision.
+// What logs call it: its folder, or "preset NAME".
+std::string NameOf(const ModelSource& source);
+
+// INVALID_ARGUMENT unless there is a folder or a preset; errors of FindPreset, Checkpoint::Open,
+// ParsePrecision and WithPrecision.
 absl::StatusOr<std::shared_ptr<const Checkpoint>> OpenModel(const ModelSource& source);
 
 }  // namespace expertmesh

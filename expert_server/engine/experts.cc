@@ -61,6 +61,12 @@ absl::Status CheckComputed(const ExpertDescriptor& descriptor) {
         absl::StrCat("experts: expected even sizes for weights in mxfp4, got ",
                      descriptor.hidden_size, " and ", descriptor.intermediate_size));
   }
+  if (descriptor.row_format && descriptor.weight_format != WeightFormatOf(*descriptor.row_format)) {
+    return absl::InvalidArgumentError(absl::StrCat("experts: expected weights in ",
+                                                   NameOf(WeightFormatOf(*descriptor.row_format)),
+                                                   " for rows in ", NameOf(*descriptor.row_format),
+                                                   ", got ", NameOf(descriptor.weight_format)));
+  }
   if (descriptor.gated != IsGated(descriptor.activation)) {
     return absl::InvalidArgumentError(
         absl::StrCat("experts: gated: expected ", IsGated(descriptor.activation) ? "true" : "false",

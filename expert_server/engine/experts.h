@@ -73,8 +73,9 @@ absl::Status ValidateBatch(const ExpertBatch& batch, int64_t hidden_size,
 // Rows of an expert's gate_up: 2 F, or F where there is no gate.
 int64_t GateUpRows(const ExpertDescriptor& descriptor);
 
-// INVALID_ARGUMENT, naming it, for what is no expert: a gate that does not fit the activation, a
-// limit that is not positive where the activation has one, factors that are not finite.
+// INVALID_ARGUMENT, naming it, for what is no expert: weights in another format than the rows, a
+// gate that does not fit the activation, a limit that is not positive where the activation has one,
+// factors that are not finite.
 absl::Status CheckComputed(const ExpertDescriptor& descriptor);
 
 // INVALID_ARGUMENT naming the tensor of `weights` that does not fit the descriptor.

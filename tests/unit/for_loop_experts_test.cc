@@ -205,6 +205,21 @@ TEST(CheckComputed, RefusesWhatIsNoExpert) {
   }
 }
 
+TEST(CheckComputed, WeightsAreInTheFormatOfTheRows) {
+  ExpertDescriptor descriptor = Expert(Activation::kSiluGlu, true, DType::kBF16, 8, 4);
+  for (const QuantizedFormat format : {QuantizedFormat::kFp8Rowwise, QuantizedFormat::kFp8Block128,
+                                       QuantizedFormat::kMxfp8, QuantizedFormat::kMxfp8Rceil}) {
+    descriptor.row_format = format;
+    descriptor.weight_format = WeightFormat::kPlain;
+    EXPECT_EQ(CheckComputed(descriptor).message(),
+              absl::StrCat("experts: expected weights in ", NameOf(WeightFormatOf(format)),
+                           " for rows in ", NameOf(format), ", got plain"));
+    descriptor.weight_format = WeightFormatOf(format);
+    descriptor.weight_dtype = DType::kF8_E4M3;
+    EXPECT_TRUE(CheckComputed(descriptor).ok());
+  }
+}
+
 TEST(CheckWeights, NamesTheTensorThatDoesNotFit) {
   const ExpertDescriptor gated = Expert(Activation::kSiluGlu, true, DType::kBF16, 8, 4);
   std::mt19937 rng(4);
