@@ -39,7 +39,7 @@ inline void AddPrecisionOptions(CLI::App& app, ModelSource* source) {
                  "pad the rows of each expert to this multiple, one of the format's own; 0: that. "
                  "The same on router and\nservers; no result depends on it")
       ->capture_default_str()
-      ->check(CLI::Range(int64_t{0}, int64_t{1} << 20));
+      ->check(CLI::Range(0, 4096));
 }
 
 // Adds --model, --preset and AddPrecisionOptions().

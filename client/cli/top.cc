@@ -93,7 +93,11 @@ absl::Status Run(const Options& options) {
   for (int i = 0; options.count == 0 || i < options.count; ++i) {
     absl::SleepFor(absl::Seconds(options.interval_seconds));
     absl::StatusOr<v1::GetClusterResponse> after = (*client)->GetCluster();
-    if (!after.ok()) return after.status();
+    if (!after.ok()) {  // it may come back
+      std::printf("no answer: %s\n", std::string(after.status().message()).c_str());
+      std::fflush(stdout);
+      continue;
+    }
     const absl::Time now = absl::Now();
     Print(*before, *after, now - start);
     before = std::move(after);

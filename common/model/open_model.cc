@@ -15,7 +15,7 @@ std::string NameOf(const ModelSource& source) {
 
 absl::StatusOr<std::shared_ptr<const Checkpoint>> OpenModel(const ModelSource& source) {
   if (source.folder.empty() == source.preset.empty()) {
-    return absl::InvalidArgumentError(absl::StrCat("expected --model or --preset, got ",
+    return absl::InvalidArgumentError(absl::StrCat("expected a model folder or --preset, got ",
                                                    source.folder.empty() ? "neither" : "both"));
   }
   std::string precision_text = source.precision;

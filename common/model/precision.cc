@@ -1,6 +1,7 @@
 #include "common/model/precision.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/numbers.h"
@@ -124,15 +125,15 @@ absl::StatusOr<std::vector<int32_t>> ChosenLayers(const ModelDescription& model,
   if (precision.layers.empty()) return moe;
   std::vector<int32_t> chosen;
   for (const auto& [first, last] : precision.layers) {
-    for (int64_t layer = first; layer <= last; ++layer) {
-      if (!std::binary_search(moe.begin(), moe.end(), layer)) {
-        const bool dense = model.Find(static_cast<int32_t>(layer)) != nullptr;
-        return absl::InvalidArgumentError(absl::StrCat(
-            "--precision: layers: expected MoE layers (", IdRanges(moe), "), got ", layer,
-            dense ? ", which is dense and stays native" : ", which is not served"));
-      }
-      chosen.push_back(static_cast<int32_t>(layer));
-    }
+    const size_t before = chosen.size();
+    std::copy_if(moe.begin(), moe.end(), std::back_inserter(chosen),
+                 [first = first, last = last](int32_t l) { return first <= l && l <= last; });
+    if (chosen.size() > before && last < model.num_hidden_layers) continue;
+    const bool dense = first == last && model.Find(first) != nullptr;
+    return absl::InvalidArgumentError(
+        absl::StrCat("--precision: layers: expected MoE layers (", IdRanges(moe), "), got ", first,
+                     first == last ? "" : absl::StrCat("-", last),
+                     dense ? ", which is dense and stays native" : ", which is not served"));
   }
   return chosen;
 }

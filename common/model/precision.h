@@ -18,6 +18,7 @@ namespace expertmesh {
 struct Precision {
   std::optional<QuantizedFormat> format;  // none: native, as the files have them
   // Inclusive ranges of decoder layers; empty: every MoE layer.
+  // A range may have dense layers in it, which stay as they are, but not these alone.
   std::vector<std::pair<int32_t, int32_t>> layers;
 };
 

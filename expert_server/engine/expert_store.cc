@@ -6,6 +6,7 @@
 #include <chrono>
 #include <utility>
 
+#include "common/kernels/kernels.h"
 #include "common/model/contiguous_shard.h"
 #include "common/status.h"
 #include "common/text.h"
@@ -25,6 +26,31 @@ absl::Status CheckMemory(const LoadProgress& load) {
                    HumanBytes(load.bytes_total), "), of which ", HumanBytes(load.bytes_done),
                    " are loaded, but only ", available, " bytes (", HumanBytes(available),
                    ") of memory are available; use more servers or machines"));
+}
+
+// INVALID_ARGUMENT for codes and scales that quantisers do not make: no bits are promised for them.
+absl::Status CheckCodes(const ExpertRows& rows) {
+  const auto find = KernelsOf(BestIsa()).find_not_finite;
+  if (const int64_t at = find(DType::kF8_E4M3, rows.values.data(), rows.values.num_elements());
+      at >= 0) {
+    return absl::InvalidArgumentError(absl::StrCat("rows: row ", at / rows.values.dim(1),
+                                                   " is not finite at column ",
+                                                   at % rows.values.dim(1)));
+  }
+  const int64_t num_scales = rows.scales.num_elements();
+  int64_t at = -1;
+  if (rows.scales.dtype() == DType::kF32) {
+    at = find(DType::kF32, rows.scales.data(), num_scales);
+  } else {
+    const auto* const exponents = rows.scales.as<uint8_t>();
+    const auto* const above = std::find_if(exponents, exponents + num_scales,
+                                           [](uint8_t e) { return e > kMaxMxfp8Scale; });
+    if (above != exponents + num_scales) at = above - exponents;
+  }
+  if (at < 0) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("row_scales: expected finite ones, and exponents of at most ", kMaxMxfp8Scale,
+                   ", got another for row ", at / rows.scales.dim(1)));
 }
 
 // Of one expert in memory.
@@ -157,7 +183,6 @@ absl::StatusOr<Tensor> ExpertStore::Forward(
                                                    " entries for layer ", layer_index, ", got ",
                                                    input_weights.size()));
   }
-  RETURN_IF_ERROR(ValidateRows(given));
   const bool quantized_to_travel = given.format == QuantizedFormat::kFp8Block128;
   if (given.format != layer.row_format && (layer.row_format || !quantized_to_travel)) {
     const auto name = [](const std::optional<QuantizedFormat>& format) {
@@ -171,6 +196,9 @@ absl::StatusOr<Tensor> ExpertStore::Forward(
   whole.row_format = given.format;
   RETURN_IF_ERROR(
       ValidateBatch(whole, layer.hidden_size, static_cast<int64_t>(held_.at(layer_index).size())));
+  RETURN_IF_ERROR(ValidateRows(given));
+  if (given.format) RETURN_IF_ERROR(CheckCodes(given));
+  const auto start = std::chrono::steady_clock::now();
   const ExpertRows rows = given.format == layer.row_format ? given : DequantizeRows(given);
   const auto num_pairs = [](absl::Span<const int32_t> positions) {
     return std::count_if(positions.begin(), positions.end(), [](int32_t row) { return row >= 0; });
@@ -179,7 +207,6 @@ absl::StatusOr<Tensor> ExpertStore::Forward(
   Tensor output(reply, {num_pairs(gather), layer.hidden_size});
   std::byte* to = output.data();
   int64_t gather_ns = 0;
-  const auto start = std::chrono::steady_clock::now();
   // Groups of routed experts are computed together, and those of shared ones.
   size_t position = 0;
   for (size_t begin = 0, end = 0; begin < local.size(); begin = end) {

@@ -60,7 +60,8 @@ class Experts {
   // y = down(activation(gate(x), up(x))) for every position that is not padding, in their order:
   // writes [P without padding, D] unweighted rows of ReplyDType to `output`. With a row_format the
   // activations are quantised, too, row by row, once they are rounded to the dtype of the request
-  // (not at all to F16, which is computed as F32). The batch has passed
+  // (not at all to F16, which is computed as F32); where one of a row is not finite, the result is
+  // NaN. The batch has passed
   // ValidateBatch. FAILED_PRECONDITION before Prepare; CANCELLED when batch.stop said so.
   virtual absl::Status Forward(const ExpertBatch& batch, void* output) const = 0;
 };

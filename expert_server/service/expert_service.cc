@@ -57,7 +57,7 @@ grpc::ByteBuffer Answer(uint64_t round_id, const absl::StatusOr<Tensor>& rows) {
 // What the answer to a slice will take, more or less; at most `most`, as larger ones are refused.
 int64_t ReplyBytes(const Slice& slice, int64_t most) {
   if (slice.rows.shape().size() != 2) return 0;
-  const double bytes = static_cast<double>(slice.header.gather_size()) *
+  const double bytes = static_cast<double>(NumReplyRows(slice)) *
                        static_cast<double>(slice.rows.dim(1)) * BytesOf(ReplyDTypeOf(slice));
   return bytes < static_cast<double>(most) ? static_cast<int64_t>(bytes) : most;
 }

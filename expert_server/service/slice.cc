@@ -1,5 +1,7 @@
 #include "expert_server/service/slice.h"
 
+#include <algorithm>
+
 #include "absl/time/clock.h"
 #include "common/rpc/tensor_codec.h"
 #include "common/status.h"
@@ -50,6 +52,11 @@ DType ReplyDTypeOf(const Slice& slice) {
                                                                           : DType::kF32);
 }
 
+int64_t NumReplyRows(const Slice& slice) {
+  const auto& gather = slice.header.gather();
+  return std::count_if(gather.begin(), gather.end(), [](int32_t row) { return row >= 0; });
+}
+
 absl::StatusOr<Tensor> ComputeSlice(const ExpertStore& store, const Slice& slice,
                                     int64_t max_message_bytes, const std::function<bool()>& stop) {
   if (slice.header.phase() != v1::PHASE_FORWARD) {
@@ -60,8 +67,7 @@ absl::StatusOr<Tensor> ComputeSlice(const ExpertStore& store, const Slice& slice
   if (slice.rows.shape().size() == 2) {
     const int64_t width = slice.rows.dim(1);  // anything, where there are no rows
     const int64_t most = (max_message_bytes - kHeaderBytes) / BytesOf(ReplyDTypeOf(slice));
-    int64_t pairs = 0;  // padding is not answered
-    for (const int32_t row : slice.header.gather()) pairs += row >= 0;
+    const int64_t pairs = NumReplyRows(slice);
     if (width > 0 && pairs > most / width) {
       return absl::ResourceExhaustedError(absl::StrCat("gather: ", pairs, " rows of ", width,
                                                        " elements do not fit in a reply of ",

@@ -20,8 +20,9 @@ struct Slice {
   absl::Time deadline = absl::InfiniteFuture();
 };
 
-// Dtype of the answer's rows.
+// Dtype of the answer's rows, and how many there are: padding is not answered.
 DType ReplyDTypeOf(const Slice& slice);
+int64_t NumReplyRows(const Slice& slice);
 
 // The rows of the answer, [P without padding, D]. Believes nothing that the slice says; `stop` is
 // asked every few positions. RESOURCE_EXHAUSTED if the answer would be longer than

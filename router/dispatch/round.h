@@ -41,7 +41,9 @@ struct DispatchCounts {
   int64_t unique_rows = 0;       // sent
   int64_t padded_positions = 0;  // beside the pairs
   int64_t row_bytes = 0;         // of the rows sent and of their scales
-  QuantizeCounts quantized;      // rows of the round, those that go to several servers once
+  // Rows of the round, those that go to several servers once; where the gate weighs the experts'
+  // input, one for each pair.
+  QuantizeCounts quantized;
 };
 
 // A call between its gate and its answer.

@@ -43,10 +43,11 @@ def test_daemons_take_presets(processes):
     command = [processes.binaries / "expertmesh-expert-server", "--preset", "gpt_oss_debugmodel"]
     processes.start(*command, "--router", address, "--listen", "127.0.0.1:0")
     processes.wait_serving(address)
-    # One of other weights is refused, though all shapes are the same.
-    command[-1] = "llama4_debugmodel"
-    stranger = processes.start(*command, "--router", address, "--listen", "127.0.0.1:0", "--name", "stranger")
+    # The same in another precision is another model.
+    command += ["--precision", "mxfp8", "--name", "stranger"]
+    stranger = processes.start(*command, "--router", address, "--listen", "127.0.0.1:0")
     assert stranger.wait() == 1
+    assert "model_fingerprint" in stranger.tail()
 
 
 def test_they_are_listed(processes):
@@ -60,8 +61,8 @@ def test_they_are_listed(processes):
     "options, message",
     [
         (("--preset", "llama5"), "--preset: expected one of llama4_debugmodel, llama4_debugmodel_fp8"),
-        (("--preset", "llama4_debugmodel", "--model", "somewhere"), "expected --model or --preset, got both"),
-        ((), "expected --model or --preset, got neither"),
+        (("--preset", "llama4_debugmodel", "--model", "somewhere"), "expected a model folder or --preset, got both"),
+        ((), "expected a model folder or --preset, got neither"),
     ],
 )
 def test_wrong_ones_are_refused(processes, options, message):

@@ -2,6 +2,7 @@
 // servers give the bits of one process of plain loops, for every debug preset in every precision.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <string>
 #include <thread>
 #include <tuple>
@@ -18,6 +19,17 @@ namespace {
 constexpr int kClients = 8;
 constexpr int64_t kTokensEach = 4;
 
+// Of the Frobenius norm.
+double RelativeError(const Tensor& got, const Tensor& expected) {
+  double difference = 0, norm = 0;
+  for (int64_t i = 0; i < expected.num_elements(); ++i) {
+    const double e = LoadFloat(expected.dtype(), expected.data(), i);
+    difference += std::pow(LoadFloat(got.dtype(), got.data(), i) - e, 2);
+    norm += e * e;
+  }
+  return std::sqrt(difference / norm);
+}
+
 class DebugPresets : public testing::TestWithParam<std::tuple<std::string, std::string>> {};
 
 TEST_P(DebugPresets, EightClientsOnFourServersHaveTheBitsOfPlainLoops) {
@@ -25,8 +37,11 @@ TEST_P(DebugPresets, EightClientsOnFourServersHaveTheBitsOfPlainLoops) {
   auto checkpoint = OpenModel({.preset = preset, .precision = precision});
   ASSERT_TRUE(checkpoint.ok()) << checkpoint.status();
   const auto reference = LocalCluster::Start(*checkpoint, ForLoops()).value();
+  const auto unquantised =
+      LocalCluster::Start(*OpenModel({.preset = preset, .precision = "native"})).value();
   RouterOptions options;
-  options.empty_experts = EmptyExperts::kOneBlock;
+  // Either way, over the presets and precisions.
+  if ((preset + precision).size() % 2 == 0) options.empty_experts = EmptyExperts::kOneBlock;
   Cluster cluster(*checkpoint, options);
   cluster.AddServers(4);
   std::vector<std::unique_ptr<Client>> clients;
@@ -38,6 +53,11 @@ TEST_P(DebugPresets, EightClientsOnFourServersHaveTheBitsOfPlainLoops) {
         RandomRows(dtype, kClients * kTokensEach, layer.experts.hidden_size, layer.layer);
     const auto expected = reference->Forward(layer.layer, rows);
     ASSERT_TRUE(expected.ok()) << expected.status();
+    const auto plain = unquantised->Forward(layer.layer, rows);
+    ASSERT_TRUE(plain.ok()) << plain.status();
+    EXPECT_LE(RelativeError(expected->output, plain->output), precision == "native"  ? 0.0
+                                                              : precision == "mxfp8" ? 0.09
+                                                                                     : 0.08);
     std::vector<std::thread> callers;
     for (int c = 0; c < kClients; ++c) {
       callers.emplace_back([&, c] {
@@ -56,6 +76,8 @@ TEST_P(DebugPresets, EightClientsOnFourServersHaveTheBitsOfPlainLoops) {
     EXPECT_EQ(
         low, precision != "native" && cluster.model().Find(layer.layer())->kind == LayerKind::kMoe);
     EXPECT_EQ(layer.padded_positions() > 0, low);
+    const auto multiple = cluster.model().Find(layer.layer())->pad_multiple;
+    EXPECT_EQ((layer.padded_positions() + layer.pairs()) % static_cast<uint64_t>(multiple), 0u);
     EXPECT_GT(layer.pairs(), 0u);
   }
 }

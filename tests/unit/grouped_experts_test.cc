@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <random>
 #include <string>
@@ -303,6 +304,39 @@ TEST_P(LowPrecision, SameBitsWhateverTheEngineThePaddingAndTheMemory) {
                 << NameOf(isa) << ", " << threads << " threads, D " << c.hidden_size << ", F "
                 << c.intermediate_size << ", scale " << c.scale << ", multiple " << multiple;
           }
+        }
+      }
+    }
+  }
+}
+
+// Rows so large that the activations overflow give NaN, whatever the engine, and disturb no others.
+TEST_P(LowPrecision, OverflowIsSeen) {
+  const auto& [format, dtype] = GetParam();
+  if (dtype == DType::kF16) return;  // holds no such rows
+  std::mt19937 rng(32);
+  const Layer layer = LowPrecisionLayer(format, 2, 70, 37, 0.3f, rng);
+  Batch batch = RandomBatch(dtype, 70, {0, 1}, {3, 30}, /*padded=*/false, rng);
+  const std::string before =
+      Forward(*layer.Make({.kind = EngineKind::kForLoop}), Quantized(batch, format), 70);
+  const int32_t large = batch.gather[1];
+  for (int64_t d = 0; d < 70; ++d) {
+    StoreFloat(dtype, batch.rows.values.data(), large * 70 + d, 1e25f);
+  }
+  batch = Quantized(batch, format);
+  std::vector<EngineOptions> engines = {{.kind = EngineKind::kForLoop}};
+  for (const Isa isa : SupportedIsas()) engines.push_back({.isa = isa, .threads = 2});
+  for (const EngineOptions& engine : engines) {
+    const std::string output = Forward(*layer.Make(engine), batch, 70);
+    const DType reply = ReplyDType(dtype);
+    for (size_t position = 0; position < batch.gather.size(); ++position) {
+      for (int64_t d = 0; d < 70; ++d) {
+        const auto at = static_cast<int64_t>(position) * 70 + d;
+        const float got = LoadFloat(reply, output.data(), at);
+        if (batch.gather[position] == large) {
+          ASSERT_TRUE(std::isnan(got)) << NameOf(engine.isa) << ", position " << position;
+        } else {
+          ASSERT_EQ(got, LoadFloat(reply, before.data(), at)) << NameOf(engine.isa);
         }
       }
     }

@@ -678,6 +678,12 @@ TEST(Layers, RowsHaveTheFormatOfTheLayer) {
   rows.scales = Tensor(DType::kF32, {1, 1});
   rows.scales.as<float>()[0] = 1.0f;
   EXPECT_EQ(refusal(low, rows), "OK");
+  rows.scales.as<float>()[0] = INFINITY;
+  EXPECT_THAT(refusal(low, rows), HasSubstr("row_scales: expected finite ones"));
+  rows.scales.as<float>()[0] = 1.0f;
+  rows.values.as<uint8_t>()[5] = 0xff;
+  EXPECT_EQ(refusal(low, rows), "INVALID_ARGUMENT: rows: row 0 is not finite at column 5");
+  rows.values.as<uint8_t>()[5] = 0x7e;
   rows.dtype = DType::kI32;
   EXPECT_EQ(refusal(low, rows), "INVALID_ARGUMENT: rows.dtype: expected F32, BF16 or F16, got I32");
 }

@@ -199,9 +199,9 @@ TEST(Presets, EveryExpertIsChosen) {
 
 TEST(Presets, WrongOnesAreRefused) {
   EXPECT_EQ(OpenModel({}).status().ToString(),
-            "INVALID_ARGUMENT: expected --model or --preset, got neither");
+            "INVALID_ARGUMENT: expected a model folder or --preset, got neither");
   EXPECT_EQ(OpenModel({.folder = "a", .preset = "b"}).status().ToString(),
-            "INVALID_ARGUMENT: expected --model or --preset, got both");
+            "INVALID_ARGUMENT: expected a model folder or --preset, got both");
   EXPECT_THAT(OpenModel({.preset = "llama5"}).status().ToString(),
               HasSubstr("--preset: expected one of llama4_debugmodel, llama4_debugmodel_fp8"));
   const auto checkpoint = Open("llama4_debugmodel");

@@ -198,6 +198,11 @@ TEST(Precision, OnlyTheChosenLayers) {
   EXPECT_EQ(other.pad_multiple, 1);
   EXPECT_EQ(made->ExpertBytes(1), stored->ExpertBytes(1));
   EXPECT_EQ(made->model().Find(2)->experts.row_format, QuantizedFormat::kMxfp8);
+  // Dense layers in a range stay as they are.
+  const auto all = *WithPrecision(stored, In(QuantizedFormat::kMxfp8, {{0, 2}}), 64);
+  EXPECT_FALSE(all->model().Find(0)->shared.experts.row_format);
+  EXPECT_EQ(all->model().Find(1)->experts.row_format, QuantizedFormat::kMxfp8);
+  EXPECT_EQ(all->model().Find(2)->experts.row_format, QuantizedFormat::kMxfp8);
   EXPECT_EQ(made->model().Find(2)->pad_multiple, 64);
   for (const int expert : {0, 12}) {
     EXPECT_TRUE(SameBits(*made->ReadExpert(1, expert), *stored->ReadExpert(1, expert)));
@@ -414,12 +419,12 @@ TEST(Precision, LayersThatAreNotMoeAreRefused) {
         .status()
         .ToString();
   };
-  EXPECT_EQ(refusal({{0, 2}}),
+  EXPECT_EQ(refusal({{0, 0}}),
             "INVALID_ARGUMENT: --precision: layers: expected MoE layers (1-2), got 0, which is "
             "dense and stays native");
   EXPECT_EQ(refusal({{1, 1}, {2, 2147483647}}),
-            "INVALID_ARGUMENT: --precision: layers: expected MoE layers (1-2), got 3, which is not "
-            "served");
+            "INVALID_ARGUMENT: --precision: layers: expected MoE layers (1-2), got 2-2147483647, "
+            "which is not served");
   // Once or twice is the same.
   EXPECT_EQ((*WithPrecision(stored, In(QuantizedFormat::kMxfp8, {{1, 2}, {2, 2}})))->fingerprint(),
             (*WithPrecision(stored, In(QuantizedFormat::kMxfp8)))->fingerprint());

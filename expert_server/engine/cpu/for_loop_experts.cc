@@ -1,5 +1,6 @@
 // The plain reference of the experts: what every other implementation must equal bit for bit. It
 // shares nothing with them but the elementary functions, and is written to be read.
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -107,9 +108,13 @@ class ForLoopExperts : public Experts {
         Round(reply, intermediate_size, h.data());
         const float* h_scales = nullptr;
         if (descriptor_.row_format) {
-          ForLoopQuantizeRows({*descriptor_.row_format, DType::kF32, h.data(), /*rows=*/1,
-                               intermediate_size, codes.data(), scales.data()});
-          h_scales = LoadQuantized(codes.data(), scales.data(), intermediate_size, h.data());
+          if (std::all_of(h.begin(), h.end(), [](float value) { return std::isfinite(value); })) {
+            ForLoopQuantizeRows({*descriptor_.row_format, DType::kF32, h.data(), /*rows=*/1,
+                                 intermediate_size, codes.data(), scales.data()});
+            h_scales = LoadQuantized(codes.data(), scales.data(), intermediate_size, h.data());
+          } else {
+            std::fill(h.begin(), h.end(), NAN);
+          }
         }
         Project(h.data(), h_scales, expert.down, expert.down_scales, expert.down_bias, y.data());
         for (int64_t d = 0; d < hidden_size; ++d) {

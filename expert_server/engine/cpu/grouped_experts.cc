@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <optional>
 #include <utility>
@@ -206,18 +207,30 @@ class GroupedExperts : public Experts {
     }
   }
 
-  // Quantises row r of the activations. `scratch`: 2 F bytes.
+  // Quantises row r of the activations; one that is not finite becomes NaN. `scratch`: 2 F bytes.
   void QuantizeH(DType activations, int64_t r, const Portion& portion, std::byte* scratch) const {
     auto* const codes = reinterpret_cast<uint8_t*>(scratch);
     void* scales = scratch + intermediate_size_;
     if (portion.h_scales != nullptr) {
       scales = portion.h_scales + r * ScalesPerRow(*row_format_, intermediate_size_);
     }
-    QuantizeRows(context_->isa, {*row_format_, ReplyDType(activations),
-                                 portion.plain_h + r * portion.plain_h_bytes, /*rows=*/1,
-                                 intermediate_size_, codes, scales});
-    LoadQuantizedGemmRow(context_->isa, *row_format_, codes, scales, intermediate_size_,
-                         RowDType(activations), portion.h + r * HBytes(activations));
+    const Isa isa = context_->isa;
+    const DType dtype = ReplyDType(activations);
+    const std::byte* const plain = portion.plain_h + r * portion.plain_h_bytes;
+    std::byte* const to = portion.h + r * HBytes(activations);
+    if (KernelsOf(isa).find_not_finite(dtype, plain, intermediate_size_) < 0) {
+      QuantizeRows(isa,
+                   {*row_format_, dtype, plain, /*rows=*/1, intermediate_size_, codes, scales});
+      LoadQuantizedGemmRow(isa, *row_format_, codes, scales, intermediate_size_,
+                           RowDType(activations), to);
+      return;
+    }
+    std::memset(to, 0, static_cast<size_t>(HBytes(activations)));
+    for (int64_t f = 0; f < intermediate_size_; ++f) StoreFloat(RowDType(activations), to, f, NAN);
+    if (portion.h_scales != nullptr) {
+      std::fill_n(static_cast<float*>(scales), ScalesPerRow(*row_format_, intermediate_size_),
+                  1.0f);
+    }
   }
 
   // Gather, gate and up, activation, down for the positions [first_row, first_row + rows); false
