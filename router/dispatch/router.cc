@@ -165,6 +165,11 @@ absl::Status Router::Prepare(BatchedCall* batched) {
                                                    hidden_size, "], got ",
                                                    ShapeToString(hidden_states.shape())));
   }
+  const int64_t most = std::numeric_limits<int64_t>::max() - hidden_states.dim(0);
+  if (call.first_row < 0 || call.first_row > most) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("first_row: expected 0 to ", most, ", got ", call.first_row));
+  }
   ForwardResult& result = batched->result;
   const absl::Time start = absl::Now();
   const Tensor seen_by_gate =

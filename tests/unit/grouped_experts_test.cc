@@ -16,6 +16,7 @@
 #include "expert_server/engine/engine.h"
 #include "tests/random_tensor.h"
 #include "tests/restated_experts.h"
+#include "tests/tested.h"
 
 namespace expertmesh {
 namespace {
@@ -122,8 +123,8 @@ TEST_P(SameBits, AsForLoopExperts) {
         RandomBatch(dtype, hidden_size, {0, 1, 2, 3, 4, 5, 6, 8}, c.positions, c.padded, rng);
     const auto reference = layer.Make({.kind = EngineKind::kForLoop});
     const std::string expected = Forward(*reference, batch, hidden_size);
-    for (const Isa isa : SupportedIsas()) {
-      for (const int threads : {1, 2}) {
+    for (const Isa isa : TestedIsas()) {
+      for (const int threads : TestedThreads()) {
         const auto grouped =
             layer.Make({.kind = EngineKind::kGrouped, .isa = isa, .threads = threads});
         EXPECT_TRUE(Forward(*grouped, batch, hidden_size) == expected)
@@ -155,7 +156,7 @@ TEST_P(SameBits, WhateverTheActivation) {
         }
         const std::string expected =
             Forward(*layer.Make({.kind = EngineKind::kForLoop}), batch, hidden_size);
-        for (const Isa isa : SupportedIsas()) {
+        for (const Isa isa : TestedIsas()) {
           EXPECT_TRUE(Forward(*layer.Make({.isa = isa}), batch, hidden_size) == expected)
               << NameOf(isa) << ", activation " << static_cast<int>(activation) << ", bias "
               << has_bias << ", D " << hidden_size << ", F " << intermediate_size;
@@ -172,7 +173,7 @@ std::string FormatsName(const testing::TestParamInfo<SameBits::ParamType>& test)
 
 INSTANTIATE_TEST_SUITE_P(AllDtypes, SameBits,
                          testing::Combine(testing::ValuesIn(AllWeightTypes()),
-                                          testing::Values(DType::kF32, DType::kBF16, DType::kF16)),
+                                          testing::ValuesIn(TestedDTypes())),
                          FormatsName);
 
 // Rows whose memory was used before, by larger and by smaller batches of other layers.
@@ -284,8 +285,8 @@ TEST_P(LowPrecision, SameBitsWhateverTheEngineThePaddingAndTheMemory) {
         RandomBatch(dtype, c.hidden_size, experts, c.positions, /*padded=*/false, rng), format);
     const std::string expected =
         Forward(*layer.Make({.kind = EngineKind::kForLoop}), batch, c.hidden_size);
-    for (const Isa isa : SupportedIsas()) {
-      for (const int threads : {1, 2}) {
+    for (const Isa isa : TestedIsas()) {
+      for (const int threads : TestedThreads()) {
         auto context = std::make_shared<GroupedContext>(isa, threads);
         auto grouped = MakeGroupedExperts(layer.descriptor, num_experts, context).value();
         for (int64_t e = 0; e < num_experts; ++e) grouped->SetWeights(e, layer.weights[e]);
@@ -347,7 +348,7 @@ INSTANTIATE_TEST_SUITE_P(
     AllFormats, LowPrecision,
     testing::Combine(testing::Values(QuantizedFormat::kFp8Rowwise, QuantizedFormat::kFp8Block128,
                                      QuantizedFormat::kMxfp8, QuantizedFormat::kMxfp8Rceil),
-                     testing::Values(DType::kF32, DType::kBF16, DType::kF16)),
+                     testing::ValuesIn(TestedDTypes())),
     [](const testing::TestParamInfo<LowPrecision::ParamType>& test) {
       return std::string(NameOf(std::get<0>(test.param))) + "_x_" + NameOf(std::get<1>(test.param));
     });

@@ -23,6 +23,7 @@
 #include "common/numerics/math.h"
 #include "common/numerics/quantize.h"
 #include "tests/random_tensor.h"
+#include "tests/tested.h"
 
 namespace expertmesh {
 namespace {
@@ -299,7 +300,7 @@ std::string GemmName(const testing::TestParamInfo<GemmTest::ParamType>& test) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, GemmTest,
-                         testing::Combine(testing::ValuesIn(SupportedIsas()),
+                         testing::Combine(testing::ValuesIn(TestedIsas()),
                                           testing::ValuesIn(AllFormats()),
                                           testing::Values(Data::kTame, Data::kTiny)),
                          GemmName);
@@ -503,7 +504,7 @@ std::string QuantizedName(const testing::TestParamInfo<QuantizedGemmTest::ParamT
 
 INSTANTIATE_TEST_SUITE_P(
     All, QuantizedGemmTest,
-    testing::Combine(testing::ValuesIn(SupportedIsas()),
+    testing::Combine(testing::ValuesIn(TestedIsas()),
                      testing::Values(QuantizedFormat::kFp8Rowwise, QuantizedFormat::kFp8Block128,
                                      QuantizedFormat::kMxfp8),
                      testing::Values(Codes::kTame, Codes::kWild, Codes::kTiny)),

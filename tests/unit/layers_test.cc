@@ -15,6 +15,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "expert_server/engine/cpu/grouped_experts.h"
+#include "tests/tested.h"
 #include "tests/unit/router_cluster.h"
 
 namespace expertmesh {
@@ -210,8 +211,7 @@ TEST_P(LayersTest, HasTheBitsOfTheContractHoweverCallsAreMerged) {
 
 INSTANTIATE_TEST_SUITE_P(All, LayersTest,
                          ::testing::Combine(::testing::ValuesIn(Layers()),
-                                            ::testing::Values(DType::kF32, DType::kBF16,
-                                                              DType::kF16)),
+                                            ::testing::ValuesIn(TestedDTypes())),
                          [](const ::testing::TestParamInfo<LayersTest::ParamType>& test) {
                            return std::get<0>(test.param).name + "_" +
                                   NameOf(std::get<1>(test.param));

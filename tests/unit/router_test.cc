@@ -190,6 +190,21 @@ TEST_F(RouterTest, NamesTheRowThatIsNotFinite) {
   }
 }
 
+// It comes from the caller, and error texts add to it.
+TEST_F(RouterTest, RefusesRowNumbersThatCannotBe) {
+  const auto router = MakeCluster(MakeModel(DType::kBF16), 1, kAtOnce);
+  ForwardCall call = Call(Tokens(DType::kF32, 3));
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max() - 3;
+  call.first_row = kMost;
+  EXPECT_TRUE(Forward(*router, call).ok());
+  for (const int64_t first_row : {kMost + 1, int64_t{-1}}) {
+    call.first_row = first_row;
+    EXPECT_EQ(
+        Forward(*router, call).status().ToString(),
+        absl::StrCat("INVALID_ARGUMENT: first_row: expected 0 to ", kMost, ", got ", first_row));
+  }
+}
+
 TEST_F(RouterTest, RefusesOptionsThatCannotWork) {
   const auto refusal = [this](const BatchingOptions& batching) {
     RouterOptions options;
